@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the DDTree for vLLM project
+"""Configuration checks of DDTree, called from thin hooks in upstream's configs.
+
+``normalize`` and ``resolve`` run inside ``SpeculativeConfig.__post_init__``,
+``verify`` inside ``VllmConfig.__post_init__``, ``verify_sampling_params`` inside
+``SamplingParams.verify``. All raise ``ValueError`` naming the field, the value and
+the remedy; the server turns the last one into HTTP 400.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.sampling_params import SamplingParams
+
+MAX_TREE_BUDGET = 127
+TREE_POLICIES = ("best_first", "spine_first")
+
+# Sampling parameters that the tree path serves. A field of SamplingParams that is
+# in neither table is refused when set, so that a new upstream field cannot be
+# ignored in silence.
+SUPPORTED_SAMPLING_FIELDS = frozenset(
+    {
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "max_tokens",
+        "detokenize",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+        "output_kind",
+        "skip_clone",
+        "output_text_buffer_length",
+        # Derived from the ones above by SamplingParams itself.
+        "_eos_token_id",
+        "_all_stop_token_ids",
+        "_bad_words_token_ids",
+        # Only says how logprobs are laid out; they are refused themselves.
+        "flat_logprobs",
+        "skip_reading_prefix_cache",
+    }
+)
+
+
+def _tree_fields(spec: SpeculativeConfig) -> dict[str, Any]:
+    return {
+        name: getattr(spec, name)
+        for name in ("tree_budget", "tree_policy", "num_draft_positions")
+        if getattr(spec, name) is not None
+    }
+
+
+def normalize(spec: SpeculativeConfig) -> None:
+    """Turn ``method: ddtree`` into ``dflash`` with a tree budget.
+
+    Idempotent, since upstream builds the config again from its own fields.
+
+    Args:
+        spec: Configuration under construction; ``method``, ``tree_policy`` and
+            ``num_speculative_tokens`` are rewritten in place.
+
+    Raises:
+        ValueError: A tree field is out of range or contradicts another field.
+    """
+    fields = _tree_fields(spec)
+    if spec.method == "ddtree" and spec.tree_budget is None:
+        raise ValueError(
+            "method='ddtree' requires tree_budget, the number of draft nodes per "
+            f"step; set tree_budget to 1..{MAX_TREE_BUDGET}, for example 31."
+        )
+    if spec.tree_budget is None:
+        if fields:
+            name, value = next(iter(fields.items()))
+            raise ValueError(
+                f"{name}={value!r} only applies with a tree_budget; set tree_budget "
+                f"(1..{MAX_TREE_BUDGET}) or remove {name}."
+            )
+        return
+    if spec.method is None:
+        spec.method = "dflash"
+    if spec.method not in ("ddtree", "dflash"):
+        raise ValueError(
+            f"tree_budget={spec.tree_budget} does not apply to "
+            f"method={spec.method!r}; use method='ddtree' with a DFlash drafter."
+        )
+    if not 1 <= spec.tree_budget <= MAX_TREE_BUDGET:
+        raise ValueError(
+            f"tree_budget={spec.tree_budget} is out of range; set it to "
+            f"1..{MAX_TREE_BUDGET}."
+        )
+    if spec.model is None:
+        raise ValueError(
+            f"tree_budget={spec.tree_budget} requires model, the path or name of a "
+            "DFlash drafter, which is not set."
+        )
+    tokens = spec.num_speculative_tokens
+    if tokens is not None and tokens != spec.tree_budget:
+        raise ValueError(
+            f"num_speculative_tokens={tokens} contradicts "
+            f"tree_budget={spec.tree_budget}; with a tree the budget is the number "
+            "of speculative tokens, so remove num_speculative_tokens."
+        )
+    spec.method = "dflash"
+    spec.tree_policy = spec.tree_policy or "best_first"
+    spec.num_speculative_tokens = spec.tree_budget
+
+    refused = {
+        "draft_sample_method": (spec.draft_sample_method, "greedy"),
+        "rejection_sample_method": (spec.rejection_sample_method, "standard"),
+        "disable_padded_drafter_batch": (spec.disable_padded_drafter_batch, False),
+        "use_local_argmax_reduction": (spec.use_local_argmax_reduction, False),
+        "use_heterogeneous_vocab": (spec.use_heterogeneous_vocab, False),
+        "num_speculative_tokens_per_batch_size": (
+            spec.num_speculative_tokens_per_batch_size,
+            None,
+        ),
+        "synthetic_acceptance_rates": (spec.synthetic_acceptance_rates, None),
+        "synthetic_acceptance_length": (spec.synthetic_acceptance_length, None),
+    }
+    for name, (value, required) in refused.items():
+        if value != required:
+            raise ValueError(
+                f"{name}={value!r} is not supported with "
+                f"tree_budget={spec.tree_budget}; set it to {required!r} or remove it."
+            )
+
+
+def _block_size(hf_config: Any) -> int | None:
+    """The drafter's trained block size, wherever its checkpoint keeps it."""
+    nested = getattr(hf_config, "dflash_config", None) or {}
+    for value in (
+        getattr(hf_config, "block_size", None),
+        nested.get("block_size"),
+        getattr(getattr(hf_config, "model", None), "block_size", None),
+    ):
+        if value is not None:
+            return int(value)
+    return None
+
+
+def resolve(spec: SpeculativeConfig) -> None:
+    """Set ``num_draft_positions`` (L) from the loaded drafter config.
+
+    Args:
+        spec: Normalised configuration whose ``draft_model_config`` is loaded.
+
+    Raises:
+        ValueError: The drafter is no DFlash drafter, has no block size, or was
+            not trained for as many positions as asked for.
+    """
+    if spec.tree_budget is None or spec.draft_model_config is None:
+        return
+    architectures = spec.draft_model_config.architectures
+    if not any(name.startswith("DFlash") for name in architectures):
+        raise ValueError(
+            f"model={spec.model!r} has architectures {architectures}, which is no "
+            "DFlash drafter; tree_budget needs one (DFlashDraftModel)."
+        )
+    block_size = _block_size(spec.draft_model_config.hf_config)
+    asked = spec.num_draft_positions
+    if block_size is None:
+        if asked is None:
+            raise ValueError(
+                f"The drafter config of model={spec.model!r} has no block_size; set "
+                "num_draft_positions to the positions it was trained for."
+            )
+        block_size = asked + 1
+    if block_size < 2:
+        raise ValueError(
+            f"block_size={block_size} of drafter model={spec.model!r} leaves no "
+            "draft position; a DFlash drafter has a block_size of at least 2."
+        )
+    if asked is not None and not 1 <= asked <= block_size - 1:
+        raise ValueError(
+            f"num_draft_positions={asked} is out of range: the drafter was trained "
+            f"for block_size={block_size}; set it to 1..{block_size - 1}."
+        )
+    spec.num_draft_positions = asked if asked is not None else block_size - 1
+
+
+def _sliding_window(hf_config: Any) -> bool:
+    layer_types = getattr(hf_config, "layer_types", None) or []
+    if layer_types:
+        return any("sliding" in str(kind) for kind in layer_types)
+    if getattr(hf_config, "use_sliding_window", None) is False:
+        return False
+    return bool(getattr(hf_config, "sliding_window", None))
+
+
+def _unsupported(config: VllmConfig) -> list[tuple[str, Any, str]]:
+    """Every (field, value, remedy) of ``config`` that a tree cannot serve."""
+    model = config.model_config
+    parallel = config.parallel_config
+    spec = config.speculative_config
+    found: list[tuple[str, Any, str]] = []
+
+    def refuse(condition: Any, field: str, value: Any, remedy: str) -> None:
+        if condition:
+            found.append((field, value, remedy))
+
+    pp = parallel.pipeline_parallel_size
+    refuse(pp > 1, "pipeline_parallel_size", pp, "set it to 1")
+    dp = parallel.data_parallel_size
+    refuse(dp > 1, "data_parallel_size", dp, "set it to 1")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        refuse(size > 1, name, size, "set it to 1")
+    refuse(
+        parallel.enable_dbo,
+        "enable_dbo",
+        parallel.enable_dbo,
+        "switch dual batch overlap off",
+    )
+    refuse(config.lora_config, "enable_lora", True, "serve without LoRA")
+    refuse(
+        config.kv_transfer_config,
+        "kv_transfer_config",
+        getattr(config.kv_transfer_config, "kv_connector", None),
+        "serve without a KV connector",
+    )
+    refuse(
+        config.ec_transfer_config,
+        "ec_transfer_config",
+        "set",
+        "serve without an encoder-cache connector",
+    )
+    cache_dtype = config.cache_config.cache_dtype
+    refuse(
+        cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
+        "kv_cache_dtype",
+        cache_dtype,
+        "set it to 'auto'",
+    )
+    refuse(
+        config.cache_config.kv_sharing_fast_prefill,
+        "kv_sharing_fast_prefill",
+        True,
+        "switch it off",
+    )
+    text = model.hf_text_config
+    kinds = (
+        (model.is_hybrid, "a hybrid with recurrent layers"),
+        (model.is_attention_free, "free of attention"),
+        (model.is_encoder_decoder, "an encoder-decoder"),
+        (model.use_mla, "one with multi-head latent attention"),
+        (model.uses_mrope, "one with M-RoPE positions"),
+        (model.uses_xdrope_dim > 0, "one with XD-RoPE positions"),
+        (model.is_multimodal_model, "multimodal"),
+        (model.is_diffusion, "a diffusion model"),
+        (_sliding_window(text), "one with sliding-window layers"),
+        (
+            getattr(text, "attn_logit_softcapping", None),
+            "one with attention soft-capping",
+        ),
+        (getattr(text, "alibi", None), "one with ALiBi"),
+    )
+    for condition, kind in kinds:
+        refuse(
+            condition,
+            "model",
+            f"{model.model} ({kind})",
+            "use a dense full-attention decoder, or plain method='dflash'",
+        )
+    refuse(
+        model.enable_prompt_embeds, "enable_prompt_embeds", True, "send token prompts"
+    )
+    refuse(
+        model.logits_processors,
+        "logits_processors",
+        model.logits_processors,
+        "serve without custom logits processors",
+    )
+    refuse(
+        getattr(model, "enable_return_routed_experts", False),
+        "enable_return_routed_experts",
+        True,
+        "switch it off",
+    )
+    if spec.draft_model_config is not None:
+        refuse(
+            _sliding_window(spec.draft_model_config.hf_config),
+            "speculative_config.model",
+            f"{spec.model} (a drafter with sliding-window layers)",
+            "use a full-attention DFlash drafter on the V1 runner",
+        )
+        draft_tp = spec.draft_tensor_parallel_size
+        refuse(
+            draft_tp not in (None, parallel.tensor_parallel_size),
+            "draft_tensor_parallel_size",
+            draft_tp,
+            f"set it to {parallel.tensor_parallel_size}, as the target's",
+        )
+    return found
+
+
+def verify(config: VllmConfig) -> None:
+    """Check a whole engine configuration and select the tree attention backend.
+
+    Args:
+        config: Engine configuration; ``attention_config.backend`` is set.
+
+    Raises:
+        ValueError: A feature that the tree path does not serve is switched on.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    spec = config.speculative_config
+    if spec is None or spec.tree_budget is None or config.model_config is None:
+        return
+    if not current_platform.is_cpu():
+        raise ValueError(
+            f"tree_budget={spec.tree_budget} is served on the CPU only in this "
+            f"version, not on {current_platform.device_name!r}; remove tree_budget "
+            "to run the DFlash chain."
+        )
+    if config.use_v2_model_runner:
+        raise ValueError(
+            "VLLM_USE_V2_MODEL_RUNNER=1 selects a model runner that needs Triton; "
+            "unset it to serve a tree_budget on the CPU."
+        )
+    for field, value, remedy in _unsupported(config):
+        raise ValueError(
+            f"{field}={value!r} is not supported with tree_budget="
+            f"{spec.tree_budget} yet; {remedy}."
+        )
+    scheduler = config.scheduler_config
+    rows = spec.tree_budget + 1
+    if scheduler.max_num_batched_tokens < rows:
+        raise ValueError(
+            f"max_num_batched_tokens={scheduler.max_num_batched_tokens} is less than "
+            f"the 1 + tree_budget = {rows} rows of one request; raise it or lower "
+            "tree_budget."
+        )
+    threshold = scheduler.long_prefill_token_threshold
+    if 0 < threshold < rows:
+        raise ValueError(
+            f"long_prefill_token_threshold={threshold} would cut every tree of "
+            f"1 + tree_budget = {rows} rows; raise it or set it to 0."
+        )
+    backend = config.attention_config.backend
+    if backend not in (None, AttentionBackendEnum.TREE_ATTN):
+        raise ValueError(
+            f"attention_backend={backend.name} cannot mask a tree; remove it or set "
+            "TREE_ATTN."
+        )
+    if config.attention_config.backend_per_kind:
+        raise ValueError(
+            f"backend_per_kind={config.attention_config.backend_per_kind!r} is not "
+            "supported with tree_budget; remove it."
+        )
+    config.attention_config.backend = AttentionBackendEnum.TREE_ATTN
+
+
+def verify_sampling_params(params: SamplingParams) -> None:
+    """Refuse a request that the tree sampler cannot serve exactly.
+
+    Args:
+        params: The request's parameters after upstream's own checks.
+
+    Raises:
+        ValueError: Names the parameter, its value and the remedy.
+    """
+    from vllm.sampling_params import SamplingParams
+
+    default = SamplingParams()
+    for name in SamplingParams.__struct_fields__:
+        if name in SUPPORTED_SAMPLING_FIELDS:
+            continue
+        value = getattr(params, name)
+        if value == getattr(default, name) or value in (None, [], {}):
+            continue
+        raise ValueError(
+            f"{name}={value!r} is not supported with tree speculative decoding "
+            "(tree_budget) yet; remove it from the request, or serve without "
+            "tree_budget."
+        )

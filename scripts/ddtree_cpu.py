@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the DDTree for vLLM project
+"""In-process vLLM engines on a CPU for the demo, the measurements and the tests.
+
+Import this before vllm: it sets the environment that vLLM reads at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAIR = ROOT / "models" / "tiny-qwen3"
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TQDM_DISABLE": "1",
+}
+for _name, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+
+def ddtree(budget: int, policy: str = "best_first", **extra: Any) -> dict[str, Any]:
+    """Speculative config of a tree with the bundled drafter."""
+    return {
+        "method": "ddtree",
+        "model": str(PAIR / "drafter"),
+        "tree_budget": budget,
+        "tree_policy": policy,
+        **extra,
+    }
+
+
+def chain(positions: int = 15) -> dict[str, Any]:
+    """Speculative config of stock DFlash with the bundled drafter."""
+    return {
+        "method": "dflash",
+        "model": str(PAIR / "drafter"),
+        "num_speculative_tokens": positions,
+    }
+
+
+def heldout(limit: int | None = None, subset: str | None = None) -> list[str]:
+    """Held-out prompts, in file order, of one set or of all.
+
+    With a limit the prompts are spread evenly over the file, so over all sets.
+    """
+    lines = (PAIR / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    texts = [row["prompt"] for row in rows if subset in (None, row["set"])]
+    if limit is None or limit >= len(texts):
+        return texts
+    return [texts[i * len(texts) // limit] for i in range(limit)]
+
+
+@contextlib.contextmanager
+def engine(speculative_config: dict[str, Any] | None = None, **args: Any) -> Iterator:
+    """An in-process ``LLM`` on the bundled target, shut down at the end.
+
+    Args:
+        speculative_config: None decodes plainly.
+        **args: Override the defaults below.
+
+    Yields:
+        The ``vllm.LLM``.
+    """
+    from vllm import LLM
+
+    settings: dict[str, Any] = {
+        "model": str(PAIR / "target"),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 2048,
+        "seed": 0,
+        "disable_log_stats": False,
+        "speculative_config": speculative_config,
+    }
+    settings.update(args)
+    llm = LLM(**settings)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+@dataclass
+class Run:
+    """What a batch of requests gave.
+
+    Attributes:
+        tokens: Output token ids by request.
+        texts: Output text by request.
+        steps: Tokens of each target step by request, prefill's token left out.
+        seconds: Wall time.
+    """
+
+    tokens: list[list[int]]
+    texts: list[str]
+    steps: list[list[int]]
+    seconds: float = 0.0
+    finish: list[str | None] = field(default_factory=list)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean over all steps of all requests."""
+        steps = [n for request in self.steps for n in request]
+        return sum(steps) / max(1, len(steps))
+
+    def per_request(self) -> list[float]:
+        """Tokens per step of each request that had a step."""
+        return [sum(s) / len(s) for s in self.steps if s]
+
+
+def decode(llm: Any, prompts: Sequence[str | list[int]], **params: Any) -> Run:
+    """Decode all prompts together and record every step's size.
+
+    Args:
+        llm: An engine from ``engine``.
+        prompts: Texts or token id lists.
+        **params: ``SamplingParams``; greedy, 64 tokens and ignore_eos by default.
+
+    Returns:
+        The run, in the order of the prompts.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    settings = {"temperature": 0.0, "max_tokens": 64, "ignore_eos": True, **params}
+    settings["output_kind"] = RequestOutputKind.DELTA
+    count = len(prompts)
+    run = Run(
+        [[] for _ in range(count)],
+        [""] * count,
+        [[] for _ in range(count)],
+        finish=[None] * count,
+    )
+    core = llm.llm_engine
+    begin = time.perf_counter()
+    for index, prompt in enumerate(prompts):
+        data = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        core.add_request(str(index), data, SamplingParams(**settings))
+    while core.has_unfinished_requests():
+        for output in core.step():
+            index, part = int(output.request_id), output.outputs[0]
+            if part.token_ids and run.tokens[index]:
+                run.steps[index].append(len(part.token_ids))
+            run.tokens[index].extend(part.token_ids)
+            run.texts[index] += part.text
+            run.finish[index] = part.finish_reason or run.finish[index]
+    run.seconds = time.perf_counter() - begin
+    return run
