@@ -10,6 +10,8 @@ the remedy; the server turns the last one into HTTP 400.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 MAX_TREE_BUDGET = 127
 TREE_POLICIES = ("best_first", "spine_first")
+LOGITS_PROCESSOR_GROUP = "vllm.logits_processors"
 
 # Sampling parameters that the tree path serves. A field of SamplingParams that is
 # in neither table is refused when set, so that a new upstream field cannot be
@@ -110,6 +113,13 @@ def normalize(spec: SpeculativeConfig) -> None:
             f"tree_budget={spec.tree_budget}; with a tree the budget is the number "
             "of speculative tokens, so remove num_speculative_tokens."
         )
+    pp = getattr(spec.target_parallel_config, "pipeline_parallel_size", 1)
+    if pp > 1:
+        # Here, because upstream's own check of the drafter comes before `verify`.
+        raise ValueError(
+            f"pipeline_parallel_size={pp} is not supported with "
+            f"tree_budget={spec.tree_budget} yet; set it to 1."
+        )
     spec.method = "dflash"
     spec.tree_policy = spec.tree_policy or "best_first"
     spec.num_speculative_tokens = spec.tree_budget
@@ -133,6 +143,23 @@ def normalize(spec: SpeculativeConfig) -> None:
                 f"{name}={value!r} is not supported with "
                 f"tree_budget={spec.tree_budget}; set it to {required!r} or remove it."
             )
+    if spec.draft_model_config is None:
+        _check_drafter(spec)
+
+
+def _check_drafter(spec: SpeculativeConfig) -> None:
+    """Refuse a model that is no DFlash drafter, before upstream renames it to one."""
+    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+    config = None
+    with suppress(ValueError):  # no path and no repository name: upstream says so
+        config = get_hf_file_to_dict("config.json", spec.model, spec.revision or "main")
+    architectures = (config or {}).get("architectures")
+    if architectures and not any("DFlash" in name for name in architectures):
+        raise ValueError(
+            f"model={spec.model!r} has architectures {architectures}, which is no "
+            "DFlash drafter; tree_budget needs one (DFlashDraftModel)."
+        )
 
 
 def _block_size(hf_config: Any) -> int | None:
@@ -155,17 +182,11 @@ def resolve(spec: SpeculativeConfig) -> None:
         spec: Normalised configuration whose ``draft_model_config`` is loaded.
 
     Raises:
-        ValueError: The drafter is no DFlash drafter, has no block size, or was
-            not trained for as many positions as asked for.
+        ValueError: The drafter has no block size, or was not trained for as many
+            positions as asked for.
     """
     if spec.tree_budget is None or spec.draft_model_config is None:
         return
-    architectures = spec.draft_model_config.architectures
-    if not any(name.startswith("DFlash") for name in architectures):
-        raise ValueError(
-            f"model={spec.model!r} has architectures {architectures}, which is no "
-            "DFlash drafter; tree_budget needs one (DFlashDraftModel)."
-        )
     block_size = _block_size(spec.draft_model_config.hf_config)
     asked = spec.num_draft_positions
     if block_size is None:
@@ -199,6 +220,9 @@ def _sliding_window(hf_config: Any) -> bool:
 
 def _unsupported(config: VllmConfig) -> list[tuple[str, Any, str]]:
     """Every (field, value, remedy) of ``config`` that a tree cannot serve."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
     model = config.model_config
     parallel = config.parallel_config
     spec = config.speculative_config
@@ -215,12 +239,9 @@ def _unsupported(config: VllmConfig) -> list[tuple[str, Any, str]]:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         refuse(size > 1, name, size, "set it to 1")
-    refuse(
-        parallel.enable_dbo,
-        "enable_dbo",
-        parallel.enable_dbo,
-        "switch dual batch overlap off",
-    )
+    refuse(parallel.enable_dbo, "enable_dbo", True, "switch dual batch overlap off")
+    ubatch = parallel.ubatch_size
+    refuse(ubatch > 1, "ubatch_size", ubatch, "set it to 0")
     refuse(config.lora_config, "enable_lora", True, "serve without LoRA")
     refuse(
         config.kv_transfer_config,
@@ -228,6 +249,8 @@ def _unsupported(config: VllmConfig) -> list[tuple[str, Any, str]]:
         getattr(config.kv_transfer_config, "kv_connector", None),
         "serve without a KV connector",
     )
+    offloading = config.cache_config.kv_offloading_size
+    refuse(offloading, "kv_offloading_size", offloading, "serve without KV offloading")
     refuse(
         config.ec_transfer_config,
         "ec_transfer_config",
@@ -241,11 +264,24 @@ def _unsupported(config: VllmConfig) -> list[tuple[str, Any, str]]:
         cache_dtype,
         "set it to 'auto'",
     )
+    block_size = config.cache_config.block_size
+    refuse(
+        config.cache_config.user_specified_block_size and block_size % 16,
+        "block_size",
+        block_size,
+        "set it to a multiple of 16",
+    )
     refuse(
         config.cache_config.kv_sharing_fast_prefill,
         "kv_sharing_fast_prefill",
         True,
         "switch it off",
+    )
+    refuse(
+        model.runner_type != "generate",
+        "runner",
+        model.runner_type,
+        "serve a model that generates text",
     )
     text = model.hf_text_config
     kinds = (
@@ -280,6 +316,23 @@ def _unsupported(config: VllmConfig) -> list[tuple[str, Any, str]]:
         model.logits_processors,
         "serve without custom logits processors",
     )
+    plugins = [point.name for point in entry_points(group=LOGITS_PROCESSOR_GROUP)]
+    refuse(
+        plugins,
+        "logits_processors",
+        f"{', '.join(plugins)} (installed as a plugin)",
+        "uninstall the package that brings it",
+    )
+    default = _unsupported_param(
+        SamplingParams.from_optional(**model.get_diff_sampling_param())
+    )
+    refuse(
+        default,
+        f"generation_config {default and default[0]}",
+        default and default[1],
+        "it would apply to every request: set generation_config to 'vllm', or this "
+        "field in override_generation_config to its neutral value",
+    )
     refuse(
         getattr(model, "enable_return_routed_experts", False),
         "enable_return_routed_experts",
@@ -287,6 +340,19 @@ def _unsupported(config: VllmConfig) -> list[tuple[str, Any, str]]:
         "switch it off",
     )
     if spec.draft_model_config is not None:
+        refuse(
+            spec.kv_cache_dtype not in (None, "auto", cache_dtype),
+            "speculative_config.kv_cache_dtype",
+            spec.kv_cache_dtype,
+            "remove it, so that the drafter uses the target's",
+        )
+        drafter_backend = spec.attention_backend
+        refuse(
+            drafter_backend not in (None, AttentionBackendEnum.TREE_ATTN),
+            "speculative_config.attention_backend",
+            getattr(drafter_backend, "name", None),
+            "remove it, so that the platform's own is used",
+        )
         refuse(
             _sliding_window(spec.draft_model_config.hf_config),
             "speculative_config.model",
@@ -324,15 +390,15 @@ def verify(config: VllmConfig) -> None:
             f"version, not on {current_platform.device_name!r}; remove tree_budget "
             "to run the DFlash chain."
         )
-    if config.use_v2_model_runner:
-        raise ValueError(
-            "VLLM_USE_V2_MODEL_RUNNER=1 selects a model runner that needs Triton; "
-            "unset it to serve a tree_budget on the CPU."
-        )
     for field, value, remedy in _unsupported(config):
         raise ValueError(
             f"{field}={value!r} is not supported with tree_budget="
             f"{spec.tree_budget} yet; {remedy}."
+        )
+    if config.use_v2_model_runner:
+        raise ValueError(
+            "VLLM_USE_V2_MODEL_RUNNER=1 selects a model runner that needs Triton; "
+            "unset it to serve a tree_budget on the CPU."
         )
     scheduler = config.scheduler_config
     rows = spec.tree_budget + 1
@@ -341,6 +407,12 @@ def verify(config: VllmConfig) -> None:
             f"max_num_batched_tokens={scheduler.max_num_batched_tokens} is less than "
             f"the 1 + tree_budget = {rows} rows of one request; raise it or lower "
             "tree_budget."
+        )
+    limit = scheduler.max_num_scheduled_tokens
+    if limit is not None and limit < rows:
+        raise ValueError(
+            f"max_num_scheduled_tokens={limit} is less than the 1 + tree_budget = "
+            f"{rows} rows of one request; raise it or lower tree_budget."
         )
     threshold = scheduler.long_prefill_token_threshold
     if 0 < threshold < rows:
@@ -362,15 +434,8 @@ def verify(config: VllmConfig) -> None:
     config.attention_config.backend = AttentionBackendEnum.TREE_ATTN
 
 
-def verify_sampling_params(params: SamplingParams) -> None:
-    """Refuse a request that the tree sampler cannot serve exactly.
-
-    Args:
-        params: The request's parameters after upstream's own checks.
-
-    Raises:
-        ValueError: Names the parameter, its value and the remedy.
-    """
+def _unsupported_param(params: SamplingParams) -> tuple[str, Any] | None:
+    """The first parameter that the tree sampler cannot serve, and its value."""
     from vllm.sampling_params import SamplingParams
 
     default = SamplingParams()
@@ -380,6 +445,22 @@ def verify_sampling_params(params: SamplingParams) -> None:
         value = getattr(params, name)
         if value == getattr(default, name) or value in (None, [], {}):
             continue
+        return name, value
+    return None
+
+
+def verify_sampling_params(params: SamplingParams) -> None:
+    """Refuse a request that the tree sampler cannot serve exactly.
+
+    Args:
+        params: The request's parameters after upstream's own checks.
+
+    Raises:
+        ValueError: Names the parameter, its value and the remedy.
+    """
+    found = _unsupported_param(params)
+    if found is not None:
+        name, value = found
         raise ValueError(
             f"{name}={value!r} is not supported with tree speculative decoding "
             "(tree_budget) yet; remove it from the request, or serve without "
