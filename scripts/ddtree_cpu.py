@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAIR = ROOT / "models" / "tiny-qwen3"
+PAIR = Path(os.environ.get("DDTREE_PAIR", ROOT / "models" / "tiny-qwen3"))
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -30,6 +30,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "TQDM_DISABLE": "1",
 }
+_open = False
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
@@ -61,7 +62,7 @@ def heldout(limit: int | None = None, subset: str | None = None) -> list[str]:
     """
     lines = (PAIR / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
-    texts = [row["prompt"] for row in rows if subset in (None, row["set"])]
+    texts = [row["text"] for row in rows if subset in (None, row["set"])]
     if limit is None or limit >= len(texts):
         return texts
     return [texts[i * len(texts) // limit] for i in range(limit)]
@@ -77,7 +78,14 @@ def engine(speculative_config: dict[str, Any] | None = None, **args: Any) -> Ite
 
     Yields:
         The ``vllm.LLM``.
+
+    Raises:
+        RuntimeError: Another engine is open; the end of one would take down the
+            distributed state of both.
     """
+    global _open
+    if _open:
+        raise RuntimeError("one engine at a time")
     from vllm import LLM
 
     settings: dict[str, Any] = {
@@ -93,9 +101,11 @@ def engine(speculative_config: dict[str, Any] | None = None, **args: Any) -> Ite
     }
     settings.update(args)
     llm = LLM(**settings)
+    _open = True
     try:
         yield llm
     finally:
+        _open = False
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
@@ -129,12 +139,18 @@ class Run:
         return [sum(s) / len(s) for s in self.steps if s]
 
 
-def decode(llm: Any, prompts: Sequence[str | list[int]], **params: Any) -> Run:
-    """Decode all prompts together and record every step's size.
+def decode(
+    llm: Any,
+    prompts: Sequence[str | list[int]],
+    concurrency: int | None = None,
+    **params: Any,
+) -> Run:
+    """Decode all prompts and record every step's size.
 
     Args:
         llm: An engine from ``engine``.
         prompts: Texts or token id lists.
+        concurrency: Requests in the engine at a time; all by default.
         **params: ``SamplingParams``; greedy, 64 tokens and ignore_eos by default.
 
     Returns:
@@ -154,10 +170,14 @@ def decode(llm: Any, prompts: Sequence[str | list[int]], **params: Any) -> Run:
     )
     core = llm.llm_engine
     begin = time.perf_counter()
-    for index, prompt in enumerate(prompts):
-        data = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-        core.add_request(str(index), data, SamplingParams(**settings))
-    while core.has_unfinished_requests():
+    waiting = list(enumerate(prompts))[::-1]
+    live = 0
+    while waiting or live:
+        while waiting and live < (concurrency or count):
+            index, prompt = waiting.pop()
+            data = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+            core.add_request(str(index), data, SamplingParams(**settings))
+            live += 1
         for output in core.step():
             index, part = int(output.request_id), output.outputs[0]
             if part.token_ids and run.tokens[index]:
@@ -165,5 +185,6 @@ def decode(llm: Any, prompts: Sequence[str | list[int]], **params: Any) -> Run:
             run.tokens[index].extend(part.token_ids)
             run.texts[index] += part.text
             run.finish[index] = part.finish_reason or run.finish[index]
+            live -= output.finished
     run.seconds = time.perf_counter() - begin
     return run
