@@ -55,17 +55,19 @@ def chain(positions: int = 15) -> dict[str, Any]:
     }
 
 
-def heldout(limit: int | None = None, subset: str | None = None) -> list[str]:
-    """Held-out prompts, in file order, of one set or of all.
+def heldout_rows(limit: int | None = None) -> list[dict[str, Any]]:
+    """Held-out prompts as ``text`` and ``set``, in file order.
 
-    With a limit the prompts are spread evenly over the file, so over all sets.
+    With a limit they are spread evenly over the file, so over all sets.
     """
     lines = (PAIR / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    texts = [row["text"] for row in rows if subset in (None, row["set"])]
-    if limit is None or limit >= len(texts):
-        return texts
-    return [texts[i * len(texts) // limit] for i in range(limit)]
+    count = len(lines) if limit is None else min(limit, len(lines))
+    return [json.loads(lines[i * len(lines) // count]) for i in range(count)]
+
+
+def heldout(limit: int | None = None) -> list[str]:
+    """Texts of ``heldout_rows``."""
+    return [row["text"] for row in heldout_rows(limit)]
 
 
 @contextlib.contextmanager

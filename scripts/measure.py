@@ -125,6 +125,30 @@ def table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def table_by_set(data: dict[str, Any]) -> str:
+    """Markdown: tokens per step of each set of prompts, batch 8."""
+    sets = [row["set"] for row in cpu.heldout_rows(data["prompts"])]
+    names = sorted(set(sets))
+    lines = [
+        "| configuration | " + " | ".join(names) + " |",
+        "|---|" + "---|" * len(names),
+    ]
+    for name, found in data["runs"].items():
+        if name == "plain" or "8" not in found:
+            continue
+        cells = []
+        for wanted in names:
+            steps = [
+                n
+                for which, request in zip(sets, found["8"]["steps"], strict=True)
+                if which == wanted
+                for n in request
+            ]
+            cells.append(f"{sum(steps) / len(steps):.2f}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, help="result file, also for resuming")
@@ -146,7 +170,8 @@ def main() -> None:
     if args.table:
         if not args.table.is_file():
             parser.error(f"--table={args.table}: no such file; make it with --out")
-        print(table(json.loads(args.table.read_text(encoding="utf-8"))))
+        data = json.loads(args.table.read_text(encoding="utf-8"))
+        print(table(data), table_by_set(data), sep="\n\n")
     else:
         print(
             table(

@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
-import ddtree_cpu as cpu
 import pytest
 from conftest import assert_same
+
+import ddtree_cpu as cpu
 
 TREE = cpu.ddtree(31)
 SMALL = {"block_size": 16, "max_model_len": 400, "num_gpu_blocks_override": 30}
@@ -148,9 +149,15 @@ def test_parallel_sampling(prompts):
 
     params = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=24)
     with cpu.engine(None, max_num_seqs=4) as llm:
-        want = [o.token_ids for o in llm.generate(prompts[:1], params, use_tqdm=False)[0].outputs]
+        want = [
+            o.token_ids
+            for o in llm.generate(prompts[:1], params, use_tqdm=False)[0].outputs
+        ]
     with cpu.engine(TREE, max_num_seqs=4) as llm:
-        got = [o.token_ids for o in llm.generate(prompts[:1], params, use_tqdm=False)[0].outputs]
+        got = [
+            o.token_ids
+            for o in llm.generate(prompts[:1], params, use_tqdm=False)[0].outputs
+        ]
     assert len(set(map(tuple, got))) > 1
     assert got == want
 

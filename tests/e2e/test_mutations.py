@@ -7,9 +7,10 @@ Without these, a test that cannot fail would look like one that passes.
 
 from __future__ import annotations
 
-import ddtree_cpu as cpu
 import pytest
 import torch
+
+import ddtree_cpu as cpu
 
 TREE = cpu.ddtree(31)
 

@@ -8,8 +8,9 @@ import gc
 import os
 import random
 
-import ddtree_cpu as cpu
 import psutil
+
+import ddtree_cpu as cpu
 
 REQUESTS = 300
 SEED = int(os.environ.get("DDTREE_TEST_SEED", "20261201"))
@@ -17,6 +18,7 @@ SEED = int(os.environ.get("DDTREE_TEST_SEED", "20261201"))
 
 def test_random_load(plain):
     from transformers import AutoTokenizer
+
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

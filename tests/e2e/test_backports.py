@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the DDTree for vLLM project
+"""Backports that have no test elsewhere."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+
+def test_context_keys_take_each_layers_norm():
+    """On the CPU stock 0.26.0 normalises all layers with the first one's weight."""
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    torch.manual_seed(0)
+    keys = torch.randn(3, 5, 2, 32)
+    weights = 1 + torch.rand(3, 32)
+    model = SimpleNamespace(_k_norm_weights=weights, _rms_norm_eps=1e-6)
+    got = DFlashQwen3Model._normalize_context_k(model, keys)
+    scale = torch.rsqrt(keys.pow(2).mean(-1, keepdim=True) + 1e-6)
+    want = keys * scale * weights[:, None, None]
+    torch.testing.assert_close(got, want)
