@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from dataclasses import dataclass
@@ -63,9 +64,14 @@ def locate(python: str | None, site: Path | None) -> Path:
                 "folder that vLLM is installed in"
             )
         return folder
+    # A path is the caller's, the query runs elsewhere; a bare name is looked up in
+    # PATH. Links stay: a virtual environment's python is one.
+    command = str(python)
+    if os.sep in command:
+        command = os.path.abspath(os.path.expanduser(command))
     try:
         done = subprocess.run(
-            [str(python), "-c", _QUERY],
+            [command, "-c", _QUERY],
             capture_output=True,
             text=True,
             check=False,

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean, quantiles
 from typing import Any, NoReturn, TextIO
 
 from rich.console import Console
@@ -28,6 +28,7 @@ from rich.table import Table
 
 import ddtree_cpu
 from ddtree_cpu import Run
+from demo_plot import replacing, write_plot
 
 SCHEMA_VERSION = 1
 MAX_BUDGET = 127
@@ -215,12 +216,26 @@ def accepted_by_depth(run: Run) -> list[float]:
     return [sum(s > d for s in steps) / len(steps) for d in range(1, deepest)]
 
 
+def _pooled(runs: Sequence[Sequence[int]]) -> float:
+    """Tokens per step over all steps of some requests; 1 where there is none."""
+    sizes = [size for steps in runs for size in steps]
+    return fmean(sizes) if sizes else 1.0
+
+
+def _percentiles(values: Sequence[float]) -> list[float]:
+    """The 10th, 50th and 90th percentile."""
+    if len(values) == 1:
+        return [values[0]] * 3
+    cuts = quantiles(values, n=10, method="inclusive")
+    return [cuts[0], cuts[4], cuts[8]]
+
+
 def summary(mode: Mode, run: Run, plain: Run, prompts: Sequence[Prompt]) -> dict:
     """Figures of one mode, as they go into the JSON file."""
-    each = [fmean(sizes) if sizes else 1.0 for sizes in run.steps]
-    by_set: dict[str, list[float]] = {}
-    for prompt, value in zip(prompts, each, strict=True):
-        by_set.setdefault(prompt.subset, []).append(value)
+    each = [_pooled([sizes]) for sizes in run.steps]
+    by_set: dict[str, list[list[int]]] = {}
+    for prompt, sizes in zip(prompts, run.steps, strict=True):
+        by_set.setdefault(prompt.subset, []).append(sizes)
     differing = differences(plain, run)
     tokens = sum(map(len, run.tokens))
     return {
@@ -231,9 +246,9 @@ def summary(mode: Mode, run: Run, plain: Run, prompts: Sequence[Prompt]) -> dict
         "differing": [{"prompt": i, "first_token": at} for i, at in differing],
         "tokens": tokens,
         "tokens_per_step": {
-            "mean": fmean(each),
-            "stdev": pstdev(each),
-            "by_set": {name: fmean(values) for name, values in by_set.items()},
+            "mean": _pooled(run.steps),
+            "percentiles_10_50_90": _percentiles(each),
+            "by_set": {name: _pooled(runs) for name, runs in by_set.items()},
             "by_prompt": each,
         },
         "accepted_by_depth": accepted_by_depth(run),
@@ -291,110 +306,29 @@ def show_sample(prompt: Prompt, text: str, out: Console) -> None:
 def show_table(results: Sequence[dict], count: int, out: Console) -> None:
     """Print the comparison."""
     sets = list(results[0]["tokens_per_step"]["by_set"])
-    table = Table(title="tokens per target step, mean over prompts ± their spread")
+    table = Table(title="tokens per target step")
     table.add_column("mode", no_wrap=True)
-    for name in ("same text", "all", *sets, "tok/s"):
+    for name in ("same text", "all", "10-90 %", *sets, "tok/s"):
         table.add_column(name, justify="right")
     for result in results:
         steps = result["tokens_per_step"]
         table.add_row(
             result["name"],
             f"{result['same_text']}/{count}",
-            f"{steps['mean']:.2f} ± {steps['stdev']:.2f}",
+            f"{steps['mean']:.2f}",
+            "{:.1f}-{:.1f}".format(*steps["percentiles_10_50_90"][::2]),
             *(f"{steps['by_set'][name]:.2f}" for name in sets),
             f"{result['tokens_per_second']:.0f}",
         )
     out.print(table)
     out.print(
-        "Same text: equal to plain decoding, token for token. Spread: standard "
-        "deviation over prompts. DDTree N: N nodes, best_first; spine: spine_first. "
-        "tok/s is of this CPU, which pays for every node of a tree: this run shows "
-        "acceptance, not speed.",
+        "Same text: equal to plain decoding, token for token. All and sets: tokens "
+        "over steps. 10-90 %: spread over prompts, percentiles. DDTree N: N nodes, "
+        "best_first; spine: spine_first. tok/s is of this CPU, which pays for every "
+        "node of a tree: this run shows acceptance, not speed.",
         style="dim",
         highlight=False,
     )
-
-
-def write_plot(path: Path, results: Sequence[dict], count: int, tokens: int) -> None:
-    """Draw tokens per step by mode, each prompt a dot, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import MaxNLocator
-
-    colours = {
-        "plain": "#9aa0a6",
-        "chain": "#5f7fa6",
-        "best_first": "#c2571a",
-        "spine_first": "#e0a03c",
-    }
-    figure, axes = plt.subplots(figsize=(8, 0.62 * len(results) + 1.7))
-    for row, result in enumerate(results):
-        steps = result["tokens_per_step"]
-        colour = colours[result["family"]]
-        axes.barh(
-            row,
-            steps["mean"],
-            height=0.62,
-            color=colour,
-            xerr=steps["stdev"] or None,
-            error_kw={"ecolor": "#333333", "elinewidth": 1, "capsize": 3},
-        )
-        each = steps["by_prompt"]
-        if steps["stdev"]:
-            # A fixed fan, so that equal values stay visible without random jitter.
-            offsets = [row + 0.22 * ((i * 0.618) % 1 - 0.5) for i in range(len(each))]
-            axes.scatter(each, offsets, s=9, color="#222222", alpha=0.35, linewidths=0)
-        axes.annotate(
-            f"{steps['mean']:.2f}",
-            (1, row),
-            xycoords=("axes fraction", "data"),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            color=colour,
-            fontweight="bold",
-        )
-    axes.set_yticks(range(len(results)), [r["name"] for r in results])
-    axes.invert_yaxis()
-    axes.set_xlim(left=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("tokens per target step")
-    axes.set_title(
-        f"Greedy decoding of {count} held-out prompts, {tokens} tokens each",
-        loc="left",
-        fontsize=11,
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="x", color="#dddddd", linewidth=0.8)
-    axes.set_axisbelow(True)
-    figure.text(
-        0.99,
-        0.01,
-        "bar: mean over prompts; line: standard deviation; dot: one prompt",
-        ha="right",
-        fontsize=8,
-        color="#666666",
-    )
-    figure.tight_layout(rect=(0, 0.035, 1, 1))
-    with _replacing(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=150)
-    plt.close(figure)
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Give a file beside ``path`` that replaces it once it is written."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, results: Sequence[dict], args: argparse.Namespace) -> None:
@@ -414,7 +348,7 @@ def write_json(path: Path, results: Sequence[dict], args: argparse.Namespace) ->
         "torch": torch.__version__,
         "modes": list(results),
     }
-    with _replacing(path) as temporary:
+    with replacing(path) as temporary:
         temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 

@@ -40,7 +40,9 @@ def configurations() -> dict[str, dict[str, Any] | None]:
 def write(path: Path, data: dict[str, Any]) -> None:
     """Replace ``path`` in one move."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(
+        json.dumps(data, separators=(",", ":")) + "\n", encoding="utf-8"
+    )
     temporary.replace(path)
 
 

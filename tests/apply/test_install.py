@@ -336,6 +336,17 @@ def test_python_finds_its_own_site(project: Project, tmp_path: Path, as_json) ->
     assert not (site / "vllm/tree").exists()
 
 
+def test_relative_python(
+    project: Project, tmp_path: Path, as_json, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path is the caller's, wherever the tool runs the query."""
+    venv.create(tmp_path / "env", symlinks=True, with_pip=False)
+    monkeypatch.chdir(tmp_path)
+    code, report = as_json("install", "--check", "--python", "env/bin/python")
+    assert code == 2
+    assert "vLLM is not installed there" in str(report)
+
+
 @pytest.mark.parametrize("where", ["/nonexistent/python", "/bin/true"])
 def test_no_python(project: Project, as_json, where: str) -> None:
     code, document = as_json("install", "--python", where)
