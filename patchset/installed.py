@@ -18,6 +18,7 @@ from patchset.site import Site
 FOLDER = "vllm/.ddtree"
 MANIFEST = f"{FOLDER}/manifest.json"
 ORIGINALS = f"{FOLDER}/originals"
+_KEYS = ("tree", "files", "caches", "folders", "metadata")
 
 
 @dataclass
@@ -56,6 +57,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["schema_version"] != 1:
             raise ValueError(f"schema_version is {data['schema_version']!r}")
+        missing = [name for name in _KEYS if name not in data]
+        if missing:
+            raise ValueError(f"{missing[0]} is missing")
         return data
     except (OSError, ValueError, KeyError, TypeError) as err:
         raise Mismatch(
@@ -109,6 +113,13 @@ def examine(where: Site, release: Release) -> State:
     ]
     if wrong:
         return State("changed", wrong + lost, manifest)
+    gone = [
+        {"path": f"{ORIGINALS}/{row['path']}", "is": "missing or changed"}
+        for row in patched
+        if blob_of(folder / ORIGINALS / row["path"]) != row["pre"]
+    ]
+    if gone:
+        return State("changed", gone + lost, manifest)
     same = manifest["tree"] == release.final_tree
     if lost:
         return State("incomplete" if same else "other", lost, manifest)

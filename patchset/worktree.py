@@ -187,6 +187,12 @@ def unsaved(repo: git.Repo, release: Release) -> list[str]:
         problems.append(f"{names} commits that were not exported")
     elif record.mended and tree != release.final_tree:
         problems.append("patches mended after a conflict that were not exported")
+    known = ["HEAD"] + ([record.head] if record and record.head else [])
+    aside = repo.git.rev_list("--branches", "--count", "--not", *known)
+    if int(aside):
+        problems.append(f"{aside} commits on other branches")
+    if repo.git.for_each_ref("refs/stash"):
+        problems.append("stashed edits")
     return problems
 
 

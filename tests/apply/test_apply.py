@@ -94,7 +94,9 @@ def test_edited_overlay_is_applied_anew(project: Project, as_json) -> None:
     assert (project.tree / "vllm/extra.py").read_text() == "EXTRA = 2\n"
 
 
-@pytest.mark.parametrize("kind", ["edit", "new", "staged", "commit", "unknown"])
+@pytest.mark.parametrize(
+    "kind", ["edit", "new", "staged", "commit", "unknown", "branch", "stash"]
+)
 def test_local_work_is_never_lost(project: Project, kind: str, as_json) -> None:
     file = project.tree / "vllm/other.py"
     if kind == "edit":
@@ -107,6 +109,14 @@ def test_local_work_is_never_lost(project: Project, kind: str, as_json) -> None:
         project.git("add", "-A")
     elif kind == "commit":
         project.commit("vllm/other.py", ("= 1", "= 2"), "other: two")
+    elif kind == "branch":
+        here = project.git("rev-parse", "--abbrev-ref", "HEAD").strip()
+        project.git("checkout", "-q", "-b", "mine")
+        project.commit("vllm/other.py", ("= 1", "= 2"), "other: two")
+        project.git("checkout", "-q", here)
+    elif kind == "stash":
+        file.write_text("OTHER = 2\n")
+        project.git("stash")
     else:
         (project.tree / ".git/ddtree.json").unlink()
     (project.overlay / "vllm/extra.py").write_text("EXTRA = 2\n")

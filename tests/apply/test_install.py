@@ -435,3 +435,21 @@ def test_two_installs_at_once(project: Project, site: Path, as_json) -> None:
         code, document = as_json("install", "--site", str(site))
     assert code == 2
     assert "another apply.py" in document["error"]["message"]
+
+
+def test_check_notices_lost_originals(project: Project, site: Path, as_json) -> None:
+    assert as_json("install", "--site", str(site))[0] == 0
+    shutil.rmtree(site / "vllm/.ddtree/originals")
+    code, report = as_json("install", "--check", "--site", str(site))
+    assert code == 3
+    assert "originals" in str(report)
+
+
+@pytest.mark.parametrize("text", ['{"schema_version": 1}', "{", "[]", '"x"'])
+def test_unusable_manifest(project: Project, site: Path, as_json, text: str) -> None:
+    assert as_json("install", "--site", str(site))[0] == 0
+    (site / "vllm/.ddtree/manifest.json").write_text(text)
+    for command in (["install"], ["install", "--check"], ["uninstall"]):
+        code, report = as_json(*command, "--site", str(site))
+        assert code == 3
+        assert "cannot be read" in report["error"]["message"]

@@ -93,3 +93,16 @@ def test_random_load(plain):
     for index in complete:
         assert got[index] == want[index][: limits[index]], f"request {index}"
     assert end - memory[0] < 64 * 2**20, "memory grew"
+
+
+def test_idle_engine_keeps_no_trees(prompts):
+    """One request after another, the engine idle in between, as behind a server."""
+    with cpu.engine(cpu.ddtree(31)) as llm:
+        core = llm.llm_engine.engine_core.engine_core
+        runner = core.model_executor.driver_worker.worker.model_runner
+        for prompt in prompts[:6]:
+            cpu.decode(llm, [prompt], max_tokens=8)
+            while core.scheduler.has_requests():
+                llm.llm_engine.step()
+        assert not runner.requests
+        assert len(runner.ddtree.drafted) <= 1

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -187,12 +188,15 @@ class TreeAttentionImpl(AttentionImpl[TreeAttentionMetadata]):
             "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
             "sinks": sinks,
             "attn_type": None if attn_type == AttentionType.DECODER else attn_type,
+            "kv_cache_dtype": (
+                kv_cache_dtype if is_quantized_kv_cache(kv_cache_dtype) else None
+            ),
         }
         for name, value in refused.items():
             if value is not None:
                 raise ValueError(
                     f"An attention layer with {name}={value!r} is not supported by "
-                    "TREE_ATTN on the CPU yet; remove tree_budget for this model."
+                    "TREE_ATTN on the CPU yet; remove tree_budget, or the backend."
                 )
         self.num_heads = num_heads
         self.head_size = head_size

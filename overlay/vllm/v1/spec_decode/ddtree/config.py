@@ -316,6 +316,12 @@ def _unsupported(config: VllmConfig) -> list[tuple[str, Any, str]]:
         model.logits_processors,
         "serve without custom logits processors",
     )
+    refuse(
+        model.use_fp64_gumbel,
+        "use_fp64_gumbel",
+        True,
+        "the tree sampler draws float32 noise: switch it off",
+    )
     plugins = [point.name for point in entry_points(group=LOGITS_PROCESSOR_GROUP)]
     refuse(
         plugins,
@@ -461,8 +467,10 @@ def verify_sampling_params(params: SamplingParams) -> None:
     found = _unsupported_param(params)
     if found is not None:
         name, value = found
+        shown = "..." if name == "structured_outputs" else repr(value)
+        hint = " (beam search asks for them, too)" if name == "logprobs" else ""
         raise ValueError(
-            f"{name}={value!r} is not supported with tree speculative decoding "
-            "(tree_budget) yet; remove it from the request, or serve without "
+            f"{name}={shown} is not supported with tree speculative decoding "
+            f"(tree_budget) yet{hint}; remove it from the request, or serve without "
             "tree_budget."
         )

@@ -97,8 +97,6 @@ class DDTreeRunner:
             scheduler_output: The step's schedule.
             spec_decode_metadata: Upstream's, with the scheduled drafts per request.
         """
-        for req_id in scheduler_output.finished_req_ids:
-            self.drafted.pop(req_id, None)
         self.step = self.tree_mask = None
         if spec_decode_metadata is None:
             return
@@ -131,11 +129,13 @@ class DDTreeRunner:
             tree.parents[row, rows] = drafted.parents[rows]
             tree.depths[row, rows] = drafted.depths[rows]
         else:
-            # Not ours: any list of drafts is a valid chain, and always lossless.
-            logger.warning_once(
-                "DDTree: scheduled drafts are not the tree drafted last; "
-                "verifying them as a chain."
-            )
+            # Not ours: any list of drafts is a valid chain, and always lossless. The
+            # scheduler itself pads with -1, which no target token equals.
+            if max(tokens) >= 0:
+                logger.warning_once(
+                    "DDTree: scheduled drafts are not the tree drafted last; "
+                    "verifying them as a chain."
+                )
             chain = torch.arange(n + 1, dtype=torch.int32)
             tree.parents[row, rows] = chain - 1
             tree.depths[row, rows] = chain
@@ -269,6 +269,9 @@ class DDTreeRunner:
             Each request's tokens in node order, for the scheduler.
         """
         self.step = self.tree_mask = None
+        # Pruned here, since a step that only reports finished requests prepares none.
+        live = self.runner.requests
+        self.drafted = {k: tree for k, tree in self.drafted.items() if k in live}
         drafts = []
         for row, req_id in enumerate(self.runner.input_batch.req_ids):
             n = int(tree.num_nodes[row])
