@@ -81,9 +81,10 @@ test: install  ## run the tests, but not those of many minutes
 test-full: install  ## run all tests
 	$(py) -m pytest $(ARGS)
 
-lint: fetch  ## check the Python code, the patch files and the overlay
+lint: fetch  ## check the Python code, the workflows, the patch files, the overlay
 	$(py) -m ruff check .
 	$(py) -m ruff format --check .
+	@sh scripts/lint-workflows.sh
 	$(apply) lint $(release)
 
 export: $(tools)  ## write the work tree's commits back to patches/ and overlay/
@@ -92,9 +93,11 @@ export: $(tools)  ## write the work tree's commits back to patches/ and overlay/
 build: $(tools)  ## build the serving image
 	$(apply) build $(release)
 
-rebase-check: $(tools)  ## try the series on another release: ONTO=VERSION
-	@test -n "$(ONTO)" || { echo "error: set ONTO= to a vLLM version" >&2; exit 2; }
-	$(apply) rebase --onto $(ONTO) $(release)
+# make itself ends with 2 on any failure; apply.py gives 0 all apply, 1 some do not,
+# 2 could not run.
+rebase-check: fetch  ## try the series on the newest stable vLLM, or on ONTO=
+	$(apply) rebase --onto $(if $(ONTO),$(ONTO),latest) $(release) \
+		--report build/rebase-report $(ARGS)
 
 clean:  ## remove caches; sources, work tree and environment stay
 	find . \( -path ./build -o -path ./$(VENV) -o -path ./.git \) -prune -o \

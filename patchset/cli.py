@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from patchset import __version__, commands, gitio
+from patchset import __version__, commands, gitio, rebase
 from patchset.errors import CANNOT_RUN, PatchsetError
 from patchset.layout import Layout
 from patchset.ui import Output
@@ -38,6 +38,9 @@ _MORE = {
     "export": "Commits on upstream files become patches, the others the overlay; "
     "upstream.lock follows.",
     "lock": "For edits made straight in patches/ or overlay/.",
+    "rebase": "Pin and target in one repository, build/rebase-VERSION; patches one by "
+    "one with three-way merges, the overlay's upstream names looked up. The pinned "
+    "release is never touched. Run it again after conflicts were resolved.",
     "verify": "Names what no local file can confirm.",
 }
 
@@ -159,8 +162,42 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--check", action="store_true", help="only compare")
     verb("lint", "check the patch files and the overlay", commands.lint)
-    sub = verb("rebase", "move the series to another release", commands.rebase)
-    sub.add_argument("--onto", metavar="VERSION", required=True, help="the release")
+    sub = verb("rebase", "try the series on another release", rebase.run)
+    sub.add_argument(
+        "--onto",
+        metavar="VERSION|latest|PATH",
+        required=True,
+        help="a version of the package index, its newest stable one, or the path of "
+        "an sdist, an unpacked tree or a git checkout",
+    )
+    sub.add_argument(
+        "--save",
+        action="store_true",
+        help="write patches/vVERSION and a lock entry once all apply and lint passes",
+    )
+    sub.add_argument(
+        "--report",
+        type=Path,
+        metavar="DIR",
+        help="write rebase-VERSION.json and .md there",
+    )
+    sub.add_argument(
+        "--pre", action="store_true", help="latest: count pre-releases too"
+    )
+    sub.add_argument(
+        "--commit",
+        metavar="SHA",
+        help="--save: the full upstream commit, where its git server cannot be asked",
+    )
+    how = sub.add_mutually_exclusive_group()
+    how.add_argument(
+        "--force",
+        action="store_true",
+        help="begin anew, throwing a tree with resolved conflicts away",
+    )
+    how.add_argument(
+        "--abort", action="store_true", help="remove the work tree of a rebase"
+    )
     verb("build", "build the serving image", commands.build)
     return parser
 

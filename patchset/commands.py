@@ -153,17 +153,47 @@ def export(args: Namespace, layout: Layout, out: Output) -> Result:
 
 
 def lock(args: Namespace, layout: Layout, out: Output) -> Result:
+    """Lock one release, or all of them: the overlay is in every entry."""
     held = _lock(layout)
-    release = held.release(args.release)
+    first = held.release(args.release)
+    others = [] if args.release else [n for n in held.names if n != first.name]
+    done: dict[str, tuple[bool, str]] = {}
     with layout.locked():
-        changed, final = verifying.relock(layout, held, release, out, check=args.check)
-    out.say(f"{held.shown}: {'written' if changed else 'up to date'}, tree {final}")
-    return DONE, {"release": release.name, "changed": changed, "final_tree": final}
+        for name in [first.name, *others]:
+            held = _lock(layout)
+            release = held.release(name)
+            try:
+                done[name] = verifying.relock(
+                    layout, held, release, out, check=args.check
+                )
+            except CannotRun:
+                if name == first.name:
+                    raise
+                out.warn(
+                    f"{name} was left as it is, its source is not fetched: "
+                    f"`python apply.py fetch --release {name}`, then lock again"
+                )
+                continue
+            changed, final = done[name]
+            state = "written" if changed else "up to date"
+            out.say(f"{held.shown}: {name} {state}, tree {final}")
+    changed, final = done[first.name]
+    return DONE, {
+        "release": first.name,
+        "changed": changed,
+        "final_tree": final,
+        "releases": {n: {"changed": c, "final_tree": t} for n, (c, t) in done.items()},
+    }
 
 
 def lint(args: Namespace, layout: Layout, out: Output) -> Result:
-    release = _lock(layout).release(args.release)
+    held = _lock(layout)
+    release = held.release(args.release)
     found = linting.lint(layout, release)
+    for name in [] if args.release else held.names:
+        if name != release.name:
+            # The overlay's own faults are found above; here only that it moved on.
+            found += linting.lint_other(layout, held.release(name))
     errors = [f for f in found if f.level == "error"]
     for item in found:
         out.say(f"{item.file}: {item.level}: {item.text} [{item.rule}]")
@@ -226,10 +256,6 @@ def uninstall(args: Namespace, layout: Layout, out: Output) -> Result:
     }
     out.say(f"{folder}: {words[done]}")
     return DONE, {"release": release.name, "site": str(folder), "done": done}
-
-
-def rebase(args: Namespace, layout: Layout, out: Output) -> Result:
-    raise CannotRun("rebase arrives with the rebase-check work (issue 6)")
 
 
 def build(args: Namespace, layout: Layout, out: Output) -> Result:

@@ -71,6 +71,25 @@ def lint(layout: Layout, release: Release) -> list[Finding]:
     return found
 
 
+def lint_other(layout: Layout, release: Release) -> list[Finding]:
+    """Check the patches of a release that is not the one worked on.
+
+    An overlay that changed since that release was locked is one warning.
+    """
+    found = lint(layout, release)
+    moved = [
+        f for f in found if f.rule == "lock-hash" and f.file.startswith("overlay/")
+    ]
+    kept = [f for f in found if not f.file.startswith("overlay/")]
+    if moved:
+        text = (
+            f"{len(moved)} files differ from the entry of {release.name}; "
+            "run apply.py lock and test on that release too"
+        )
+        kept.append(Finding("warning", "lock-hash", "overlay", text))
+    return kept
+
+
 def _name(add, file: str, patch: Patch, position: int, numbers: dict) -> None:
     if not FILE_NAME.fullmatch(patch.name):
         add("error", "file-name", file, "want NNNN-topic.patch, lower case")

@@ -9,11 +9,13 @@ cd "$(dirname "$0")/.."
 VENV=${VENV:-.venv}
 
 edited() {
-    "$VENV/bin/python" - <<'PY'
+    "$VENV/bin/python" - "$1" <<'PY'
 import json, subprocess, sys
 
 done = subprocess.run(
-    [sys.executable, "apply.py", "status", "--json"], capture_output=True, text=True
+    [sys.executable, "apply.py", "status", "--json", "--release", sys.argv[1]],
+    capture_output=True,
+    text=True,
 )
 try:
     found = json.loads(done.stdout)
@@ -25,12 +27,16 @@ PY
 }
 
 for tree in build/vllm-*/; do
+    release=v${tree#build/vllm-}
+    release=${release%/}
     [ -d "$tree" ] || continue
-    if [ "${FORCE:-}" != 1 ] && { [ ! -x "$VENV/bin/python" ] || edited; }; then
+    if [ "${FORCE:-}" != 1 ] &&
+        { [ ! -x "$VENV/bin/python" ] || edited "$release"; }; then
         echo "error: ${tree%/} may hold edits that are not exported; run" \
             "\`make export\`, or FORCE=1 make distclean to lose them" >&2
         exit 1
     fi
 done
 rm -rf build
-[ ! -f "$VENV/pyvenv.cfg" ] || rm -rf "$VENV"
+# Only an environment that setup.sh made; VENV= may name somebody's own.
+[ ! -e "$VENV/.ddtree-made" ] || rm -rf "$VENV"

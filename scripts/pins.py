@@ -29,6 +29,12 @@ def _fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
+def torch_file(name: str) -> Path:
+    """Give the requirements file of a release's torch packages."""
+    own = ROOT / "requirements" / f"torch-{name}.txt"
+    return own if own.is_file() else ROOT / "requirements/torch.txt"
+
+
 def wheel(release: str | None) -> str:
     """Give the pinned wheel as a requirement with one hash per platform."""
     lock = tomlkit.parse((ROOT / "upstream.lock").read_text(encoding="utf-8"))
@@ -38,8 +44,9 @@ def wheel(release: str | None) -> str:
         _fail(f"RELEASE={name} is not in upstream.lock; it has {known}")
     pinned = lock["releases"][name]
     torch = f"torch=={pinned['torch']}"
-    if torch not in (ROOT / "requirements/torch.txt").read_text().splitlines():
-        _fail(f"requirements/torch.txt lacks {torch}, which the lock pins")
+    file = torch_file(name)
+    if torch not in file.read_text().splitlines():
+        _fail(f"{file.relative_to(ROOT)} lacks {torch}, which the lock pins")
     hashes = [w["sha256"] for w in pinned["wheels"] if w["project"] == PROJECT]
     parts = [f"{PROJECT}=={pinned['version']}"]
     return " ".join(parts + [f"--hash=sha256:{value}" for value in hashes])

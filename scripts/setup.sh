@@ -17,6 +17,9 @@ INSTALLER=${INSTALLER:-$(command -v uv >/dev/null 2>&1 && echo uv || echo pip)}
 venv_python=$VENV/bin/python
 # This script made the environment, and may make it anew.
 made=$VENV/.ddtree-made
+# A release on another torch than the default one has a file of its own.
+torch=requirements/torch-${RELEASE:-}.txt
+[ -f "$torch" ] || torch=requirements/torch.txt
 # While this file is there, an installation was killed on its way.
 unfinished=$VENV/.ddtree-unfinished
 
@@ -86,15 +89,15 @@ install_vllm() {
     pinned=$VENV/pinned-wheel.txt
     "$venv_python" scripts/pins.py wheel "${RELEASE:-}" >"$pinned"
     if [ "$INSTALLER" = uv ]; then
-        set -- -r "$pinned" --override requirements/torch.txt
+        set -- -r "$pinned" --override "$torch"
         [ -z "$TORCH_BACKEND" ] || set -- "$@" --torch-backend "$TORCH_BACKEND"
         install "$@"
     else
         # pip has no overrides: torch first, the wheel alone, then the rest.
-        install -r requirements/torch.txt
+        install -r "$torch"
         install --no-deps --require-hashes -r "$pinned"
         "$venv_python" scripts/pins.py depends >"$VENV/depends.txt"
-        install -r "$VENV/depends.txt" -c requirements/torch.txt
+        install -r "$VENV/depends.txt" -c "$torch"
     fi
 }
 

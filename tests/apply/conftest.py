@@ -158,6 +158,18 @@ def call(project: Project):
 
 
 @pytest.fixture
+def index(monkeypatch: pytest.MonkeyPatch):
+    """An empty package index on 127.0.0.1, which pip's setting names."""
+    from rebase_support import Index
+
+    server = Index()
+    monkeypatch.setenv("PIP_INDEX_URL", server.url)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    yield server
+    server.server.shutdown()
+
+
+@pytest.fixture
 def as_json(project: Project, capsys: pytest.CaptureFixture[str]):
     """Run a command with --json and give its exit code and document."""
 

@@ -68,7 +68,7 @@ def test_one_json_document_each(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("rebase", "--onto", "0.27.0"), "issue 6"),
+        (("rebase", "--onto", "nonsense"), "--onto nonsense"),
         (("build",), "issue 5"),
         (("install",), "--python"),
         (("nothing",), "nothing"),

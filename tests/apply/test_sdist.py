@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the DDTree for vLLM project
-"""The real series on the real sdist: lock, export, times."""
+"""The real series on the real sdist: lock, export, times. RELEASE names another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from pathlib import Path
 import pytest
 from apply_support import REPO, snapshot
 
+from patchset.lock import Lock
+
 pytestmark = pytest.mark.sdist
+RELEASE = Lock(REPO / "upstream.lock").release(os.environ.get("RELEASE") or None)
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +36,11 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(REPO / "upstream.lock", root)
     shared = Path(os.environ.get("DDTREE_CACHE", REPO / "build" / "cache"))
     if shared.is_dir():
-        (root / "build").mkdir()
-        shutil.copytree(shared, root / "build" / "cache")
+        # Other releases may lie there too, from rebase-check.
+        cache = root / "build" / "cache"
+        cache.mkdir(parents=True)
+        for path in shared.glob(f"vllm-{RELEASE.version}[.-]*tar*"):
+            shutil.copy(path, cache)
     return root
 
 
@@ -42,7 +48,10 @@ def _run(root: Path, *argv: str) -> tuple[int, dict, float]:
     began = time.monotonic()
     env = {k: v for k, v in os.environ.items() if k != "DDTREE_CACHE"}
     done = subprocess.run(
-        [sys.executable, str(REPO / "apply.py"), *argv, "--json", "--root", str(root)],
+        [
+            sys.executable, str(REPO / "apply.py"), *argv, "--json",
+            "--root", str(root), "--release", RELEASE.name,
+        ],
         capture_output=True, text=True, check=False, env=env,
     )  # fmt: skip
     took = time.monotonic() - began
@@ -101,15 +110,15 @@ def test_install_over_the_files_of_the_sdist(applied: Path, tmp_path: Path) -> N
     import tarfile
 
     site = tmp_path / "site"
-    with tarfile.open(next((applied / "build/cache").glob("*.tar.gz"))) as tar:
+    with tarfile.open(applied / "build/cache" / RELEASE.sdist_name) as tar:
         for member in tar:
             path = member.name.partition("/")[2]
             if path.startswith("vllm/") and member.isfile():
                 member.name, member.uid, member.gid = path, os.getuid(), os.getgid()
                 tar.extract(member, site)
-    info = site / "vllm-0.26.0.dist-info"
+    info = site / f"vllm-{RELEASE.version}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Name: vllm\nVersion: 0.26.0\n")
+    (info / "METADATA").write_text(f"Name: vllm\nVersion: {RELEASE.version}\n")
     before = snapshot(site)
     code, document, took = _run(applied, "install", "--site", str(site))
     assert code == 0, document

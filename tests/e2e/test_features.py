@@ -97,7 +97,6 @@ def test_stop_strings_and_tokens_inside_an_accepted_path(prompts, plain):
         {"stop_token_ids": [token]},
         {"stop": [text]},
         {"stop": [text], "include_stop_str_in_output": True},
-        {"ignore_eos": False, "max_tokens": 200},
     ]
     want = [plain(prompts, **case) for case in cases]
     with cpu.engine(TREE) as llm:
