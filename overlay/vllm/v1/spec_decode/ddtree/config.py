@@ -467,10 +467,9 @@ def verify_sampling_params(params: SamplingParams) -> None:
     found = _unsupported_param(params)
     if found is not None:
         name, value = found
-        shown = "..." if name == "structured_outputs" else repr(value)
         hint = " (beam search asks for them, too)" if name == "logprobs" else ""
         raise ValueError(
-            f"{name}={shown} is not supported with tree speculative decoding "
+            f"{name}={value!r} is not supported with tree speculative decoding "
             f"(tree_budget) yet{hint}; remove it from the request, or serve without "
             "tree_budget."
         )
