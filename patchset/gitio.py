@@ -89,6 +89,21 @@ _FORMAT = (
 _user_environment: dict[str, str] = {}
 
 
+# `apply` and `rebase` must read a patch file in the same way.
+AM_FLAGS = (
+    "--3way",
+    "--keep-cr",
+    "--keep-non-patch",
+    "--no-scissors",
+    "--no-signoff",
+    "--no-message-id",
+    "--quoted-cr=nowarn",
+    "--whitespace=nowarn",
+    "--no-gpg-sign",
+    "--patch-format=mbox",
+)
+
+
 def prepare_environment() -> None:
     """Shut the user's git configuration out of this process and its children.
 
@@ -307,19 +322,7 @@ def am(repo: git.Repo, patch: Path) -> None:
     Raises:
         git.GitCommandError: It does not apply; the work tree is left as git left it.
     """
-    repo.git.am(
-        "--3way",
-        "--keep-cr",
-        "--keep-non-patch",
-        "--no-scissors",
-        "--no-signoff",
-        "--no-message-id",
-        "--quoted-cr=nowarn",
-        "--whitespace=nowarn",
-        "--no-gpg-sign",
-        "--patch-format=mbox",
-        str(patch),
-    )
+    repo.git.am(*AM_FLAGS, str(patch))
 
 
 def in_progress(repo: git.Repo) -> bool:

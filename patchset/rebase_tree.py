@@ -27,19 +27,7 @@ APPLIED, FUZZ, ABSORBED = "applied", "fuzz", "absorbed"
 CONFLICTED, SKIPPED, DROPPED = "conflicted", "skipped", "dropped"
 GOOD = (APPLIED, FUZZ, ABSORBED, DROPPED)
 _RECORD = "ddtree-rebase.json"
-_AM = (
-    "--3way",
-    "--keep-cr",
-    "--keep-non-patch",
-    "--no-scissors",
-    "--no-signoff",
-    "--no-message-id",
-    "--quoted-cr=nowarn",
-    "--whitespace=nowarn",
-    "--no-gpg-sign",
-    "--patch-format=mbox",
-    "--rerere-autoupdate",
-)
+_AM = (*gitio.AM_FLAGS, "--rerere-autoupdate")
 
 
 @dataclass
