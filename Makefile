@@ -76,10 +76,10 @@ serve: install  ## serve the bundled pair with DDTree on PORT
 		$(ARGS)
 
 test: install  ## run the tests, but not those of many minutes
-	$(py) -m pytest -m "not full" $(ARGS)
+	@sh scripts/run_tests.sh $(py) -m "not full" $(ARGS)
 
 test-full: install  ## run all tests
-	$(py) -m pytest $(ARGS)
+	@sh scripts/run_tests.sh $(py) $(ARGS)
 
 lint: fetch  ## check the Python code, the workflows, the patch files, the overlay
 	$(py) -m ruff check .

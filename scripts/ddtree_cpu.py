@@ -111,6 +111,10 @@ def engine(speculative_config: dict[str, Any] | None = None, **args: Any) -> Ite
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+        from vllm.platforms import current_platform
+
+        # The graphs of this engine are gone, and with them the pool's memory.
+        type(current_platform)._global_graph_pool = None
 
 
 @dataclass

@@ -459,8 +459,17 @@ def test_other_platform(monkeypatch):
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     message = refusal()
-    for word in ("tree_budget=31", "CPU only", "remove tree_budget"):
+    for word in ("tree_budget=31", "CUDA devices and CPUs", "remove tree_budget"):
         assert word in message
+
+
+def test_v1_runner_on_a_gpu(monkeypatch):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    message = refusal()
+    assert "VLLM_USE_V2_MODEL_RUNNER=0" in message and "unset it" in message
 
 
 # What is accepted.

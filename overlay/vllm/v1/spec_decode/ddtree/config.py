@@ -10,7 +10,8 @@ the remedy; the server turns the last one into HTTP 400.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,41 @@ SUPPORTED_SAMPLING_FIELDS = frozenset(
         "skip_reading_prefix_cache",
     }
 )
+
+
+# Trees of this many requests fit a FULL CUDA graph by default.
+MAX_GRAPH_REQUESTS = 32
+_in_drafter_scope = False
+
+
+@contextmanager
+def drafter_scope() -> Iterator[None]:
+    """Leave configurations alone that are derived for the drafter.
+
+    Upstream copies the engine's configuration for the drafter's own layers, which
+    runs ``verify`` again; those layers want the platform's backend, not TREE_ATTN.
+    """
+    global _in_drafter_scope
+    _in_drafter_scope = True
+    try:
+        yield
+    finally:
+        _in_drafter_scope = False
+
+
+def needs_v2_runner(config: VllmConfig) -> bool:
+    """Whether trees want the V2 model runner: everywhere but on a CPU.
+
+    Args:
+        config: Engine configuration, not yet checked.
+
+    Returns:
+        True on a GPU with a tree budget, whatever upstream's default for the model.
+    """
+    from vllm.platforms import current_platform
+
+    spec = config.speculative_config
+    return spec is not None and spec.use_ddtree() and not current_platform.is_cpu()
 
 
 def _tree_fields(spec: SpeculativeConfig) -> dict[str, Any]:
@@ -218,14 +254,40 @@ def _sliding_window(hf_config: Any) -> bool:
     return bool(getattr(hf_config, "sliding_window", None))
 
 
+def _set_capture_sizes(config: VllmConfig) -> None:
+    """Choose CUDA graph sizes that are whole trees, unless the user chose.
+
+    Upstream's default stops at 512 tokens, which is 8 requests of 64 rows. Piecewise
+    graphs keep upstream's small sizes; above them only multiples of Q = 1 + N count.
+    """
+    compilation = config.compilation_config
+    if (
+        compilation.cudagraph_capture_sizes is not None
+        or compilation.max_cudagraph_capture_size is not None
+    ):
+        return
+    rows = config.speculative_config.tree_budget + 1
+    scheduler = config.scheduler_config
+    most = min(scheduler.max_num_seqs, MAX_GRAPH_REQUESTS)
+    requests = {1, 2, 3, *range(4, min(most, 16) + 1, 2), *range(16, most + 1, 4), most}
+    small = min(512, 2 * rows * scheduler.max_num_seqs)
+    sizes = {1, 2, 4, *range(8, min(small, 255) + 1, 8), *range(256, small + 1, 16)}
+    sizes |= {n * rows for n in requests if n <= most}
+    limit = scheduler.max_num_batched_tokens
+    compilation.cudagraph_capture_sizes = sorted(n for n in sizes if n <= limit)
+
+
 def _unsupported(config: VllmConfig) -> list[tuple[str, Any, str]]:
     """Every (field, value, remedy) of ``config`` that a tree cannot serve."""
     from vllm.sampling_params import SamplingParams
+    from vllm.triton_utils import HAS_TRITON
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     model = config.model_config
     parallel = config.parallel_config
     spec = config.speculative_config
+    # Without Triton upstream's choice of V2, as for mixed drafters, is of no avail.
+    v2 = config.use_v2_model_runner and HAS_TRITON
     found: list[tuple[str, Any, str]] = []
 
     def refuse(condition: Any, field: str, value: Any, remedy: str) -> None:
@@ -293,7 +355,10 @@ def _unsupported(config: VllmConfig) -> list[tuple[str, Any, str]]:
         (model.uses_xdrope_dim > 0, "one with XD-RoPE positions"),
         (model.is_multimodal_model, "multimodal"),
         (model.is_diffusion, "a diffusion model"),
-        (_sliding_window(text), "one with sliding-window layers"),
+        (
+            _sliding_window(text) and not v2,
+            "one with sliding-window layers, on the V1 runner",
+        ),
         (
             getattr(text, "attn_logit_softcapping", None),
             "one with attention soft-capping",
@@ -354,13 +419,19 @@ def _unsupported(config: VllmConfig) -> list[tuple[str, Any, str]]:
         )
         drafter_backend = spec.attention_backend
         refuse(
-            drafter_backend not in (None, AttentionBackendEnum.TREE_ATTN),
+            not v2 and drafter_backend not in (None, AttentionBackendEnum.TREE_ATTN),
             "speculative_config.attention_backend",
             getattr(drafter_backend, "name", None),
             "remove it, so that the platform's own is used",
         )
         refuse(
-            _sliding_window(spec.draft_model_config.hf_config),
+            v2 and drafter_backend == AttentionBackendEnum.TREE_ATTN,
+            "speculative_config.attention_backend",
+            "TREE_ATTN",
+            "remove it: the drafter's attention is no tree attention",
+        )
+        refuse(
+            not v2 and _sliding_window(spec.draft_model_config.hf_config),
             "speculative_config.model",
             f"{spec.model} (a drafter with sliding-window layers)",
             "use a full-attention DFlash drafter on the V1 runner",
@@ -385,23 +456,33 @@ def verify(config: VllmConfig) -> None:
         ValueError: A feature that the tree path does not serve is switched on.
     """
     from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     spec = config.speculative_config
     if spec is None or spec.tree_budget is None or config.model_config is None:
         return
-    if not current_platform.is_cpu():
+    if _in_drafter_scope:
+        return
+    v2 = config.use_v2_model_runner
+    if not v2 and not current_platform.is_cpu():
         raise ValueError(
-            f"tree_budget={spec.tree_budget} is served on the CPU only in this "
-            f"version, not on {current_platform.device_name!r}; remove tree_budget "
-            "to run the DFlash chain."
+            f"VLLM_USE_V2_MODEL_RUNNER=0 selects the V1 model runner, which serves "
+            f"tree_budget={spec.tree_budget} on a CPU only; unset it, or remove "
+            "tree_budget to run the DFlash chain."
+        )
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        raise ValueError(
+            f"tree_budget={spec.tree_budget} is served on CUDA devices and CPUs, not "
+            f"on {current_platform.device_name!r}; remove tree_budget to run the "
+            "DFlash chain."
         )
     for field, value, remedy in _unsupported(config):
         raise ValueError(
             f"{field}={value!r} is not supported with tree_budget="
             f"{spec.tree_budget} yet; {remedy}."
         )
-    if config.use_v2_model_runner:
+    if v2 and not HAS_TRITON:
         raise ValueError(
             "VLLM_USE_V2_MODEL_RUNNER=1 selects a model runner that needs Triton; "
             "unset it to serve a tree_budget on the CPU."
@@ -438,6 +519,8 @@ def verify(config: VllmConfig) -> None:
             "supported with tree_budget; remove it."
         )
     config.attention_config.backend = AttentionBackendEnum.TREE_ATTN
+    if v2:
+        _set_capture_sizes(config)
 
 
 def _unsupported_param(params: SamplingParams) -> tuple[str, Any] | None:

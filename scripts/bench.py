@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the DDTree for vLLM project
+"""Compare tree and chain on a GPU, in one run.
+
+    python scripts/bench.py step  --out FILE [--shape 8b] [--rows 16,32,64]
+    python scripts/bench.py speed --out FILE --pair FOLDER [--budgets 7,15,31,63,127]
+    python scripts/bench.py exact --out FILE --pair FOLDER [--budgets 15,31]
+
+``step`` takes configurations at real shapes without weights and reports milliseconds
+a step: a tree of Q rows beside a chain of Q rows. ``speed`` takes a trained pair and
+reports tokens per second beside the chain's best length. ``exact`` compares greedy
+texts and shows the gap between the best two tokens where they part.
+
+Every engine runs in a process of its own; arms take turns, ``--rounds`` times. The
+result file is removed before the run. Exit code 0, or 2 if an argument is wrong or an
+engine fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchlib.shapes import SHAPES, write_shape
+
+HERE = Path(__file__).resolve().parent
+GRAPHS = {
+    "full": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    "compiled": {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"},
+    "piecewise": {"mode": 3, "cudagraph_mode": "PIECEWISE"},
+    "eager": None,
+}
+
+
+class BenchError(Exception):
+    """What the user has to mend, in one line."""
+
+
+def numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of numbers, such as 7,15,31"
+        ) from None
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("mode", choices=["step", "speed", "exact"])
+    parser.add_argument("--out", type=Path, required=True, help="result, JSON")
+    parser.add_argument("--plot", type=Path, help="picture of a speed run")
+    parser.add_argument("--pair", type=Path, help="folder with target/ and drafter/")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="8b")
+    parser.add_argument("--rows", type=numbers, default=[16, 32, 64])
+    parser.add_argument("--budgets", type=numbers, default=[7, 15, 31, 63, 127])
+    parser.add_argument("--chains", type=numbers, default=[3, 7, 15])
+    parser.add_argument("--policy", default="best_first")
+    parser.add_argument("--batches", type=numbers, default=[1, 8])
+    parser.add_argument("--context", type=int, default=512, help="prompt of a step run")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--prompts", type=int, default=32, help="of a pair's heldout")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--rounds", type=int, default=2, help="turns of every arm")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements a turn")
+    parser.add_argument("--cudagraph", choices=list(GRAPHS), default="full")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
+    parser.add_argument("--no-async", action="store_true")
+    parser.add_argument("--attention", choices=["auto", "flash", "triton"])
+    return parser.parse_args()
+
+
+def base_engine(args: argparse.Namespace, batches: list[int]) -> dict[str, Any]:
+    engine: dict[str, Any] = {
+        "dtype": args.dtype,
+        "max_model_len": args.max_model_len,
+        "max_num_seqs": max(8, *batches),
+        "max_num_batched_tokens": 8192,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+    graphs = GRAPHS[args.cudagraph]
+    if graphs is None:
+        engine["enforce_eager"] = True
+    else:
+        engine["compilation_config"] = graphs
+    if args.no_async:
+        engine["async_scheduling"] = False
+    if args.attention:
+        engine["additional_config"] = {"ddtree_attention": args.attention}
+    return engine
+
+
+def run_child(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Results of one engine; its own output goes to stderr."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+        json.dump(job, file)
+    paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchlib.child", file.name],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        os.unlink(file.name)
+    if done.returncode:
+        raise BenchError(f"the engine of arm {job['arm']!r} failed; see above")
+    lines = done.stdout.splitlines()
+    return [json.loads(x[7:]) for x in lines if x.startswith("RESULT ")]
+
+
+def step_arms(args: argparse.Namespace, folder: Path) -> dict[str, dict]:
+    arms: dict[str, dict] = {}
+    for rows in args.rows:
+        target, drafter = write_shape(args.shape, folder, 16)
+        _, wide = write_shape(args.shape, folder, rows)
+        arms[f"chain of {rows} rows"] = {
+            "model": str(target),
+            "speculative_config": {
+                "method": "dflash",
+                "model": str(wide),
+                "num_speculative_tokens": rows - 1,
+            },
+        }
+        arms[f"tree of {rows} rows"] = {
+            "model": str(target),
+            "speculative_config": {
+                "method": "ddtree",
+                "model": str(drafter),
+                "tree_budget": rows - 1,
+            },
+        }
+    extra = {"load_format": "dummy", "skip_tokenizer_init": True}
+    return {name: {**arm, **extra} for name, arm in arms.items()}
+
+
+def pair_arms(args: argparse.Namespace) -> dict[str, dict]:
+    if args.pair is None or not (args.pair / "target" / "config.json").is_file():
+        raise BenchError(
+            f"--pair {args.pair} has no target/config.json; give a folder made by "
+            "scripts/train_pair.py"
+        )
+    target, drafter = str(args.pair / "target"), str(args.pair / "drafter")
+    arms: dict[str, dict] = {"plain": {"model": target}}
+    for length in args.chains:
+        arms[f"chain {length}"] = {
+            "model": target,
+            "speculative_config": {
+                "method": "dflash",
+                "model": drafter,
+                "num_speculative_tokens": length,
+            },
+        }
+    for budget in args.budgets:
+        arms[f"tree {budget}"] = {
+            "model": target,
+            "speculative_config": {
+                "method": "ddtree",
+                "model": drafter,
+                "tree_budget": budget,
+                "tree_policy": args.policy,
+            },
+        }
+    return arms
+
+
+def spread(samples: list[float]) -> str:
+    return (
+        f"{statistics.median(samples):.3f} ({min(samples):.3f} to {max(samples):.3f})"
+    )
+
+
+def report_step(results: list[dict], args: argparse.Namespace) -> list[dict]:
+    """Ratios tree over chain of equal rows, by batch."""
+    table = []
+    for rows in args.rows:
+        for batch in args.batches:
+            times = {}
+            for kind in ("chain", "tree"):
+                times[kind] = [
+                    ms
+                    for r in results
+                    if r["arm"] == f"{kind} of {rows} rows" and r["batch"] == batch
+                    for ms in r["ms_per_step"]
+                ]
+            ratio = statistics.median(times["tree"]) / statistics.median(times["chain"])
+            table.append({"rows": rows, "batch": batch, "ratio": round(ratio, 4)})
+            print(
+                f"{rows:3} rows, batch {batch:2}: chain {spread(times['chain'])} ms, "
+                f"tree {spread(times['tree'])} ms, ratio {ratio:.3f}"
+            )
+    return table
+
+
+def report_speed(results: list[dict], args: argparse.Namespace) -> list[dict]:
+    """Tokens per second over the chain's best length, by batch."""
+    table = []
+    for batch in args.batches:
+        here = [r for r in results if r["batch"] == batch]
+        merged: dict[str, dict] = {}
+        for r in here:
+            arm = merged.setdefault(r["arm"], {**r, "tokens_per_second": []})
+            arm["tokens_per_second"] += r["tokens_per_second"]
+        speeds = {
+            name: statistics.median(arm["tokens_per_second"])
+            for name, arm in merged.items()
+        }
+        chains = [name for name in speeds if name.startswith("chain")]
+        best = max(chains, key=speeds.get) if chains else "plain"
+        for name, arm in merged.items():
+            steps = arm["tokens_per_step"]
+            row = {
+                "batch": batch,
+                "arm": name,
+                "tokens_per_second": round(speeds[name], 1),
+                "low": round(min(arm["tokens_per_second"]), 1),
+                "high": round(max(arm["tokens_per_second"]), 1),
+                "tokens_per_step": round(steps, 3),
+                "ms_per_step": round(1000 * batch * steps / speeds[name], 3),
+                "over_best_chain": round(speeds[name] / speeds[best], 3),
+                "best_chain": best,
+                "accepted_by_depth": arm["accepted_by_depth"],
+            }
+            table.append(row)
+            print(
+                f"batch {batch:2} {name:10} {row['tokens_per_second']:9.1f} tokens/s "
+                f"({row['low']:.1f} to {row['high']:.1f}), {steps:.3f} tokens a step, "
+                f"{row['ms_per_step']:.3f} ms a step, {row['over_best_chain']:.3f} "
+                f"of {best}"
+            )
+    return table
+
+
+def report_exact(results: list[dict], args: argparse.Namespace) -> list[dict]:
+    """Where each arm leaves plain decoding, and how close the best two were there."""
+    table = []
+    for batch in args.batches:
+        here = {r["arm"]: r for r in results if r["batch"] == batch}
+        plain = here["plain"]
+        for name, arm in here.items():
+            if name == "plain":
+                continue
+            parted = []
+            for i, (got, want) in enumerate(
+                zip(arm["tokens"], plain["tokens"], strict=True)
+            ):
+                if got != want:
+                    at = next(
+                        k
+                        for k, (a, b) in enumerate(zip(got, want, strict=True))
+                        if a != b
+                    )
+                    gap = plain["gaps"][i][at]
+                    parted.append({"prompt": i, "token": at, "gap": gap})
+            largest = max((p["gap"] for p in parted), default=0.0)
+            count = len(plain["tokens"])
+            row = {"batch": batch, "arm": name, "same": count - len(parted)}
+            row |= {"prompts": count, "largest_gap": largest, "parted": parted}
+            table.append(row)
+            print(
+                f"batch {batch:2} {name:10} {row['same']}/{count} as plain, largest "
+                f"gap where they part: {largest}"
+            )
+    return table
+
+
+def plot(table: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for batch in sorted({row["batch"] for row in table}):
+        rows = [r for r in table if r["batch"] == batch and r["arm"].startswith("tree")]
+        budgets = [int(r["arm"].split()[1]) for r in rows]
+        ratios = [r["over_best_chain"] for r in rows]
+        axes.plot(budgets, ratios, marker="o", label=f"batch {batch}")
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tree budget N")
+    axes.set_ylabel("tokens per second over the best chain")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def run(args: argparse.Namespace) -> None:
+    args.out.unlink(missing_ok=True)
+    job: dict[str, Any] = {
+        "mode": args.mode,
+        "batches": args.batches,
+        "tokens": args.tokens,
+        "repeats": args.repeats,
+        "context": args.context,
+        "temperature": args.temperature,
+        "max_prompts": args.prompts,
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        if args.mode == "step":
+            arms = step_arms(args, Path(scratch))
+        else:
+            arms = pair_arms(args)
+            heldout = args.pair / "heldout.jsonl"
+            lines = heldout.read_text(encoding="utf-8").splitlines()
+            count = min(args.prompts, len(lines))
+            picked = [lines[i * len(lines) // count] for i in range(count)]
+            job["prompts"] = [json.loads(line)["text"] for line in picked]
+        rounds = 1 if args.mode == "exact" else args.rounds
+        results = []
+        for turn in range(rounds):
+            for name, arm in arms.items():
+                print(f"round {turn + 1}: {name}", file=sys.stderr, flush=True)
+                engine = {**base_engine(args, args.batches), **arm}
+                for result in run_child({**job, "arm": name, "engine": engine}):
+                    results.append({"arm": name, "round": turn, **result})
+    reports = {"step": report_step, "speed": report_speed, "exact": report_exact}
+    table = reports[args.mode](results, args)
+    try:
+        import torch
+
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    except ImportError:
+        device = "unknown"
+    if args.mode == "exact":
+        results = []
+    arguments = {key: str(value) for key, value in vars(args).items()}
+    document = {"device": device, "arguments": arguments}
+    document |= {"table": table, "results": results}
+    partial = args.out.with_suffix(".part")
+    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    partial.replace(args.out)
+    if args.plot and args.mode == "speed":
+        plot(table, args.plot)
+
+
+def main() -> int:
+    args = parse()
+    try:
+        run(args)
+    except BenchError as error:
+        print(f"bench.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
