@@ -216,7 +216,8 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
         if compilation.cudagraph_mode.has_full_cudagraphs():
             self.max_graph_tokens = compilation.max_cudagraph_capture_size or 0
             attention = vllm_config.attention_config
-            self.max_num_splits = attention.flash_attn_max_num_splits_for_cuda_graph
+            if self.impl.fa_version == 3:  # FlashAttention 2 refuses a number
+                self.max_num_splits = attention.flash_attn_max_num_splits_for_cuda_graph
         if self.impl.context_by_flash and self.impl.fa_version == 3:
             # As FlashAttentionMetadataBuilder: one counter, then four per request,
             # for a multiple of four requests.
@@ -313,6 +314,8 @@ class TreeAttentionImpl(AttentionImpl[TreeAttentionMetadata]):
             "alibi_slopes": alibi_slopes,
             "logits_soft_cap": logits_soft_cap,
             "sinks": sinks,
+            # Own rows are read from key and value, which a sharing layer lacks.
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
             "attn_type": None if attn_type == AttentionType.DECODER else attn_type,
             "kv_cache_dtype": (
                 kv_cache_dtype if is_quantized_kv_cache(kv_cache_dtype) else None
