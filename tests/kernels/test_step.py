@@ -24,6 +24,7 @@ from vllm.v1.spec_decode.ddtree.tree import (
     TreeBatch,
     ancestor_bitmask,
     depths_from_parents,
+    unpack_mask,
 )
 from vllm.v1.spec_decode.ddtree.tree_state import TreeState
 
@@ -266,3 +267,150 @@ def test_drafter_inputs(device):
     assert buffers.seq_lens[4:].tolist() == [0, 0]
     assert (query_slots[16:] == -1).all()
     assert (mapping[12:] == -1).all() and (indices[12:] == 0).all()
+
+
+def forest(state, gen, sizes):
+    """Random trees of the given sizes in slot order; junk behind the valid rows."""
+    for slot, n in enumerate(sizes):
+        parents = torch.full((state.num_rows,), -1, dtype=torch.int32)
+        depths = torch.zeros(state.num_rows, dtype=torch.int32)
+        for i in range(1, n + 1):
+            parent = int(torch.randint(0, i, (), generator=gen))
+            while depths[parent] >= state.num_positions:
+                parent = int(parents[parent])
+            parents[i], depths[i] = parent, depths[parent] + 1
+        parents[n + 1 :], depths[n + 1 :] = 55, 66
+        state.parents[slot] = parents.to(state.device)
+        state.depths[slot] = depths.to(state.device)
+        state.num_nodes[slot] = n
+
+
+def offsets(lengths):
+    return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+
+
+@pytest.mark.parametrize("budget", [1, 15, 31, 32, 64])
+def test_step_equals_reference(device, budget):
+    """Unequal trees, longer and shorter schedules, and padding, against tree.py."""
+    print(f"seed {SEED}")
+    gen = torch.Generator().manual_seed(SEED + budget)
+    length = min(budget, 5)
+    state = TreeState(7, budget, length, device)
+    half = (budget + 1) // 2
+    sizes = [budget, half, 1, 0, budget, budget, half]
+    forest(state, gen, sizes)
+    order = [6, 4, 3, 0, 5]
+    # All nodes scheduled, a prefix, no tree, more rows than nodes, a prompt tail.
+    rows = [half + 1, max(2, half), budget + 1, budget + 1, budget + 1]
+    queries = [*rows[:4], rows[4] + 3]
+    if half < budget:
+        rows[0] = queries[0] = half + 2
+    want_nodes = [half, rows[1] - 1, 0, budget, 0]
+    starts, logits = offsets(queries), offsets(rows)
+    total = starts[-1]
+    # The positions of each request are linear, from a start of its own.
+    linear = torch.cat(
+        [torch.arange(q) + 1000 * (r + 1) for r, q in enumerate(queries)]
+    )
+    positions = torch.cat((linear, torch.full((3,), 7))).to(device)
+    pointer = positions.data_ptr()
+    for stale in (state.b_parents, state.b_depths, state.b_mask, state.b_path):
+        stale.fill_(123)
+    state.b_num_nodes.fill_(3)
+    state.b_num_sampled.fill_(3)
+    prepare_step(
+        state, ints(order, device), ints([*starts, total, total], device),
+        ints(logits, device), positions, 5, 6,
+    )  # fmt: skip
+    assert positions.data_ptr() == pointer
+    assert state.b_num_nodes.tolist()[:6] == [*want_nodes, 0]
+    assert state.b_num_sampled.tolist()[:6] == [0] * 6
+    assert (state.b_path[:6] == -1).all()
+    assert (state.b_path[6] == 123).all() and (state.b_mask[6] == 123).all()
+
+    row = torch.arange(budget + 1, dtype=torch.int32)
+    full = torch.tensor([budget], dtype=torch.int32)
+    causal = row[None] - 1, row[None], ancestor_bitmask(row[None] - 1, full)
+    want_positions = linear.clone()
+    for r in range(6):
+        if r < 5 and want_nodes[r] > 0:
+            n = want_nodes[r]
+            valid = row <= n
+            parents = state.parents[order[r], None].cpu().masked_fill(~valid, -1)
+            depths = state.depths[order[r], None].cpu().masked_fill(~valid, 0)
+            assert torch.equal(depths, depths_from_parents(parents))
+            want = parents, depths, ancestor_bitmask(parents, torch.tensor([n]))
+            first = starts[r]
+            want_positions[first : first + n + 1] = 1000 * (r + 1) + depths[0, : n + 1]
+        else:
+            want = causal
+        for name, value in zip(("parents", "depths", "mask"), want, strict=True):
+            got = getattr(state, f"b_{name}")[r].cpu()
+            assert torch.equal(got, value[0]), f"{name} of request {r}"
+    assert torch.equal(positions.cpu()[:total], want_positions)
+    assert (positions[total:] == 7).all()
+
+
+def test_step_without_drafts(device):
+    """Trees in the slots, but decodes and prompt chunks only: nothing moves."""
+    gen = torch.Generator().manual_seed(SEED)
+    state = TreeState(3, 8, 4, device)
+    forest(state, gen, [8, 8, 8])
+    positions = torch.arange(14, device=device) + 40
+    before = positions.clone()
+    prepare_step(
+        state, ints([2, 0, 1], device), ints([0, 1, 10, 14], device),
+        ints([0, 1, 2, 3], device), positions, 3, 3,
+    )  # fmt: skip
+    assert state.b_num_nodes.tolist() == [0, 0, 0]
+    assert torch.equal(positions, before)
+    planes = before.repeat(3, 1)
+    shift_positions(planes, state, ints([0, 1, 10, 14], device), 3)
+    assert torch.equal(planes, before.repeat(3, 1))
+
+
+def test_causal_rows_see_all_before_them(device):
+    state = TreeState(1, 40, 4, device)
+    prepare_step(
+        state, ints([0], device), ints([0, 41], device), ints([0, 41], device),
+        torch.arange(41, device=device), 1, 1,
+    )  # fmt: skip
+    seen = unpack_mask(state.b_mask[0].cpu(), 41)
+    assert torch.equal(seen, torch.ones(41, 41, dtype=torch.bool).tril())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_planes_with_a_stride(device, dtype):
+    """Planes in a wider buffer: rows of padding requests and other tokens stay."""
+    gen = torch.Generator().manual_seed(SEED)
+    state = TreeState(4, 9, 3, device)
+    forest(state, gen, [9, 4, 9, 0])
+    starts = [0, 5, 15, 20]
+    cu = ints([*starts, 20], device)
+    positions = torch.arange(20, device=device)
+    prepare_step(state, ints([1, 2, 3], device), cu, cu, positions, 3, 4)
+    shift = torch.arange(20, device=device) - positions
+    assert shift[1:5].any() and shift[5:15].any() and not shift[15:].any()
+    wide = torch.randint(0, 900, (3, 26), generator=gen).to(device, dtype)
+    want = wide.clone()
+    want[:, 2:22] -= shift.to(dtype)
+    shift_positions(wide[:, 2:24], state, cu, 3)
+    assert torch.equal(wide, want)
+
+
+def test_drafts_go_to_their_slots(device):
+    """All three arrays of each drafted tree, and no other slot."""
+    gen = torch.Generator().manual_seed(SEED)
+    state = TreeState(6, 10, 4, device)
+    drafted = state.d_parents, state.d_depths, state.d_num_nodes
+    stored = state.parents, state.depths, state.num_nodes
+    for tensor in (*drafted, *stored):
+        values = torch.randint(0, 90, tensor.shape, generator=gen, dtype=torch.int32)
+        tensor.copy_(values)
+    before = [tensor.clone() for tensor in stored]
+    order = [4, 1, 5]
+    store_drafts(state, ints(order, device), 3)
+    for got, old, new in zip(stored, before, drafted, strict=True):
+        want = old.clone()
+        want[order] = new[:3]
+        assert torch.equal(got, want)

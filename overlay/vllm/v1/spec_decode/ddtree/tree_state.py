@@ -34,12 +34,12 @@ class TreeState:
         parents, depths: Slot order, [R, Q] int32.
         num_nodes: Slot order, [R] int32; 0 means no tree.
         b_parents, b_depths: Batch order, [R, Q] int32.
-        b_num_nodes: Batch order, [R] int32; 0 means plain causal. Rows beyond the
-            batch have 0.
+        b_num_nodes: Batch order, [R] int32; 0 means plain causal. Padded rows of a
+            captured graph have 0; rows beyond those keep old values.
         b_mask: Batch order, [R, Q, W] int32, layout of ``tree.ancestor_bitmask``.
         b_path: Batch order, [R, L + 1] int32, accepted rows, root first, then -1.
-        b_num_sampled: Batch order, [R] int32, valid entries of ``b_path``; 0 where
-            no tree was walked in this step.
+        b_num_sampled: Batch order, [R] int32, valid entries of ``b_path``: 1, the
+            root, for a walked request without a tree; 0 where nothing was walked.
         d_tokens: Drafted, [R, N] int64.
         d_parents, d_depths: Drafted, [R, Q] int32.
         d_num_nodes: Drafted, [R] int32.

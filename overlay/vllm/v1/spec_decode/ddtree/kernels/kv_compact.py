@@ -88,7 +88,8 @@ class KVCompactor:
     Args:
         groups: Per KV-cache group, the caches of the layers that move, each
             [blocks, kv_heads, block_size, content] with any strides. A tensor that
-            occurs twice (layers that share KV) is moved once.
+            occurs twice in a group (layers that share KV) is moved once; layers of
+            different groups can share a tensor, in blocks of their own.
         num_positions: L, the most rows that one request can move.
         device: Where the caches are.
 
@@ -107,19 +108,20 @@ class KVCompactor:
         self.path_len = num_positions + 1
         self.device = device
         fields: list[list[int]] = []
-        seen: set[int] = set()
+        seen: set[tuple[int, int]] = set()
         self.max_parts = 0
         for group, caches in enumerate(groups):
             for cache in caches:
-                if cache.data_ptr() in seen:
+                key = (cache.data_ptr(), group)
+                if key in seen:
                     continue
-                seen.add(cache.data_ptr())
+                seen.add(key)
                 fields.append(self._fields(cache, group))
                 self.max_parts = max(self.max_parts, fields[-1][4] * fields[-1][6])
         self.num_layers = len(fields)
         self.layers = torch.tensor(fields, dtype=torch.int64, device=device)
         self._tables: torch.Tensor | None = None
-        self._table_key: tuple[int, ...] = ()
+        self._table_key: tuple[tuple[int, int], ...] = ()
 
     def _fields(self, cache: torch.Tensor, group: int) -> list[int]:
         size = cache.element_size()
@@ -168,10 +170,9 @@ class KVCompactor:
         """
         if self.num_layers == 0:
             return
-        key = tuple(table.data_ptr() for table in block_tables)
+        key = tuple((t.data_ptr(), t.stride(0)) for t in block_tables)
         if self._tables is None or key != self._table_key:
-            rows = [[table.data_ptr(), table.stride(0)] for table in block_tables]
-            self._tables = torch.tensor(rows, dtype=torch.int64, device=self.device)
+            self._tables = torch.tensor(key, dtype=torch.int64, device=self.device)
             self._table_key = key
         _compact_kernel[(self.num_layers, num_reqs, self.max_parts)](
             self.layers,
