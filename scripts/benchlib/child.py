@@ -152,7 +152,27 @@ def run_exact(engine: Engine, job: dict[str, Any]) -> None:
         emit(batch=batch, runner=engine.runner, tokens=tokens, gaps=gaps)
 
 
-MODES = {"step": run_step, "speed": run_speed, "exact": run_exact}
+def run_profile(engine: Engine, job: dict[str, Any]) -> None:
+    """What the GPU does in a step, see ``profile.summarise``."""
+    from benchlib.profile import record
+
+    tokens, context = job["tokens"], job["context"]
+    for batch in job["batches"]:
+        prompts = [
+            {"prompt_token_ids": [(7 * i + j) % 30000 + 10 for i in range(context)]}
+            for j in range(batch)
+        ]
+        engine.generate(prompts, tokens, detokenize=False)
+        found = record(engine, prompts, tokens, batch)
+        emit(batch=batch, runner=engine.runner, **found)
+
+
+MODES = {
+    "step": run_step,
+    "speed": run_speed,
+    "exact": run_exact,
+    "profile": run_profile,
+}
 
 
 def main() -> None:

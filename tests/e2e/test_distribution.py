@@ -30,6 +30,7 @@ ENGINE = {
     "enable_prefix_caching": True,
     "max_logprobs": -1,
     "seed": SEED,
+    "gpu_memory_utilization": 0.3,  # counts where there is a GPU
 }
 # Three tokens are drawn, so deeper positions would only cost time.
 TREE = cpu.ddtree(7, num_draft_positions=3)

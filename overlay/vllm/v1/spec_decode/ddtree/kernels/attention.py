@@ -85,6 +85,7 @@ def _attention_kernel(
     HAS_WINDOW: tl.constexpr,
     MERGE: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -124,7 +125,7 @@ def _attention_kernel(
         )
         depth = tl.where(is_tree, known, row)
 
-    if MERGE:  # loaded early, to overlap with the rest
+    if MERGE & EARLY:
         has_context = live & (context_len > 0)
         context_lse = tl.load(
             context_lse_ptr + head * context_lse_head_stride + token,
@@ -203,13 +204,13 @@ def _attention_kernel(
                 theirs = tl.where(is_tree, theirs, other)
                 near = depth[:, None] - theirs[None, :] < window
                 visible = visible & near
-            word = tl.load(
-                b_mask_ptr
-                + ((req * num_rows + row) * num_words)[:, None]
-                + (other // 32)[None, :],
-                mask=(live & is_tree)[:, None] & inside[None, :],
-                other=-1,
-            )
+            # One or two words of mask a row, not one gather for each pair.
+            words = b_mask_ptr + (req * num_rows + row) * num_words + at // 32
+            word = tl.load(words, mask=live & is_tree, other=-1)[:, None]
+            if BLOCK_N > 32:
+                more = live & is_tree & (at // 32 + 1 < num_words)
+                high = tl.load(words + 1, mask=more, other=-1)[:, None]
+                word = tl.where(column[None, :] < 32, word, high)
             allowed = ((word >> (other % 32)[None, :]) & 1) != 0
             visible = visible & allowed & live[:, None] & inside[None, :]
             m, total, acc = _accumulate(
@@ -219,6 +220,20 @@ def _attention_kernel(
     some = total > 0
     lse = tl.where(some, m + tl.log(tl.where(some, total, 1.0)), float("-inf"))
     acc = acc / tl.where(some, total, 1.0)[:, None]
+    if MERGE & (not EARLY):
+        has_context = live & (context_len > 0)
+        context_lse = tl.load(
+            context_lse_ptr + head * context_lse_head_stride + token,
+            mask=has_context,
+            other=float("-inf"),
+        )
+        context = tl.load(
+            context_out_ptr
+            + (token * context_stride + head * context_head_stride)[:, None]
+            + dim[None, :],
+            mask=has_context[:, None] & in_head[None, :],
+            other=0.0,
+        )
     if MERGE:
         top = tl.maximum(lse, context_lse)
         top = tl.where(top > float("-inf"), top, 0.0)
@@ -305,6 +320,7 @@ class Tiles(NamedTuple):
     block_d: int
     num_warps: int
     num_stages: int
+    early: bool = True
 
 
 @functools.cache
@@ -381,6 +397,7 @@ def _launch(
         HAS_WINDOW=window is not None,
         MERGE=context is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        EARLY=tiles.early,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_D=tiles.block_d,
