@@ -12,8 +12,9 @@ reports tokens per second beside the chain's best length. ``exact`` compares gre
 texts and shows the gap between the best two tokens where they part.
 
 Every engine runs in a process of its own; arms take turns, ``--rounds`` times. The
-result file is removed before the run. Exit code 0, or 2 if an argument is wrong or an
-engine fails.
+result file is removed before the run; until its end, what the finished arms gave is in
+a file with the suffix ``.part``. Exit code 0, or 2 if an argument is wrong or an engine
+fails.
 """
 
 from __future__ import annotations
@@ -76,6 +77,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
+    parser.add_argument(
+        "--capture-tokens",
+        type=int,
+        help="rows of the largest captured graph, both arms (default: vLLM's choice)",
+    )
     parser.add_argument("--no-async", action="store_true")
     parser.add_argument("--attention", choices=["auto", "flash", "triton"])
     return parser.parse_args()
@@ -96,7 +102,8 @@ def base_engine(args: argparse.Namespace, batches: list[int]) -> dict[str, Any]:
     if graphs is None:
         engine["enforce_eager"] = True
     else:
-        engine["compilation_config"] = graphs
+        most = {"max_cudagraph_capture_size": args.capture_tokens}
+        engine["compilation_config"] = graphs | (most if args.capture_tokens else {})
     if args.no_async:
         engine["async_scheduling"] = False
     if args.attention:
@@ -301,6 +308,22 @@ def plot(table: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def save(args: argparse.Namespace, table: list[dict], results: list[dict]) -> Path:
+    """Write the document beside ``--out``, from where it is moved when complete."""
+    try:
+        import torch
+
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    except ImportError:
+        device = "unknown"
+    arguments = {key: str(value) for key, value in vars(args).items()}
+    document = {"device": device, "arguments": arguments}
+    document |= {"table": table, "results": results}
+    partial = args.out.with_suffix(".part")
+    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return partial
+
+
 def run(args: argparse.Namespace) -> None:
     args.out.unlink(missing_ok=True)
     job: dict[str, Any] = {
@@ -330,22 +353,10 @@ def run(args: argparse.Namespace) -> None:
                 engine = {**base_engine(args, args.batches), **arm}
                 for result in run_child({**job, "arm": name, "engine": engine}):
                     results.append({"arm": name, "round": turn, **result})
+                save(args, [], results)  # kept if a later arm fails
     reports = {"step": report_step, "speed": report_speed, "exact": report_exact}
     table = reports[args.mode](results, args)
-    try:
-        import torch
-
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    except ImportError:
-        device = "unknown"
-    if args.mode == "exact":
-        results = []
-    arguments = {key: str(value) for key, value in vars(args).items()}
-    document = {"device": device, "arguments": arguments}
-    document |= {"table": table, "results": results}
-    partial = args.out.with_suffix(".part")
-    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    partial.replace(args.out)
+    save(args, table, [] if args.mode == "exact" else results).replace(args.out)
     if args.plot and args.mode == "speed":
         plot(table, args.plot)
 

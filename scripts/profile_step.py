@@ -38,7 +38,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
     parser.add_argument("--arms", default="chain,tree", help="chain, tree or both")
-    parser.set_defaults(dtype="bfloat16", no_async=False, attention=None)
+    parser.set_defaults(
+        dtype="bfloat16", no_async=False, attention=None, capture_tokens=None
+    )
     return parser.parse_args()
 
 

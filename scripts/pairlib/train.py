@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import time
 from collections.abc import Callable
@@ -275,10 +276,12 @@ def train_drafter(
     drafter = Drafter(p).to(device) if drafter is None else drafter
     generator = torch.Generator(device).manual_seed(seed + 4)
     target.requires_grad_(False)
+    # On a GPU autocast would cast all weights anew in every step.
+    reader = copy.deepcopy(target).bfloat16() if device.type == "cuda" else target
 
     def batch_loss(ids: Tensor, starts: Tensor) -> Tensor:
         with torch.no_grad():
-            features = target(ids)[1]
+            features = reader(ids)[1]
         return _block_loss(target, drafter, ids, features, starts, mask_id)
 
     run = torch.compile(batch_loss) if compiled else batch_loss

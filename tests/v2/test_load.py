@@ -29,7 +29,7 @@ SAMPLED = [
     {"temperature": 1.0},
     {"temperature": 0.8, "top_p": 0.9, "seed": 5},
     {"temperature": 1.2, "top_k": 20, "min_p": 0.02},
-    {"temperature": 0.7, "min_tokens": 4},
+    {"temperature": 0.7, "seed": 9},
     {"temperature": 0.0, "ignore_eos": False, "stop_token_ids": [40, 41, 42]},
 ]
 

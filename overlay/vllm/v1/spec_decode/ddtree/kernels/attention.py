@@ -313,14 +313,14 @@ def _reduce_kernel(
 
 
 class Tiles(NamedTuple):
-    """Sizes of a launch."""
+    """Sizes of a launch; ``early``: load the context's result before the rows."""
 
     block_m: int
     block_n: int
     block_d: int
     num_warps: int
     num_stages: int
-    early: bool = True
+    early: bool = False
 
 
 @functools.cache
@@ -331,15 +331,28 @@ def _large_shared_memory(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def _tiles(query: torch.Tensor, lanes: int, merge: bool) -> Tiles:
-    """Tile sizes for ``lanes`` rows times heads of a group."""
+def _tiles(query: torch.Tensor, lanes: int, merge: bool, programs: int = 1) -> Tiles:
+    """Tile sizes for ``lanes`` rows times heads of a group.
+
+    Args:
+        query: For its head size, dtype and device.
+        lanes: Rows of the longest request, times heads of a group.
+        merge: Own rows only, merged with a context's result.
+        programs: Requests times KV heads; counts where ``merge``.
+    """
     block_d = max(16, triton.next_power_of_2(query.shape[2]))
     row_bytes = block_d * query.element_size()
     if row_bytes > 512:  # float32 with heads of more than 128
         return Tiles(16, 16, block_d, 4, 1)
     wide = row_bytes == 512
     if merge:
-        return Tiles(32 if wide else 64, 64, block_d, 4, 1)
+        # Measured on sm_90: small programs until there are plenty of them.
+        small = programs * triton.cdiv(lanes, 16)
+        if small <= TARGET_PROGRAMS:
+            return Tiles(16, 64 if lanes > 96 else 32, block_d, 4, 1, True)
+        if small <= 2 * TARGET_PROGRAMS:
+            return Tiles(16, 32, block_d, 4, 1)
+        return Tiles(64, 16 if wide else 32, block_d, 4, 1)
     # Each tile of rows reads the whole context, so larger tiles read it less often.
     if _large_shared_memory(query.device):
         if lanes > 64:
@@ -441,7 +454,7 @@ def merge_new_rows(
         scale: Of the scores.
     """
     lanes = max_query_len * (query.shape[1] // key.shape[1])
-    tiles = _tiles(query, lanes, merge=True)
+    tiles = _tiles(query, lanes, merge=True, programs=num_reqs * key.shape[1])
     num_tiles = triton.cdiv(lanes, tiles.block_m)
     _launch(
         (num_reqs, key.shape[1] * num_tiles, 1),
