@@ -12,7 +12,7 @@ BUDGET ?= 31
 ONTO ?=
 ARGS ?=
 
-export VENV PYTHON RELEASE TORCH_BACKEND INSTALLER
+export VENV PYTHON RELEASE TORCH_BACKEND INSTALLER BUILDER
 
 py := $(VENV)/bin/python
 apply := $(py) apply.py
@@ -25,7 +25,7 @@ vllm := $(VENV)/.ddtree-vllm
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup fetch apply verify install uninstall check demo serve test \
-	test-full lint export build rebase-check clean distclean
+	test-full test-image lint export build build-cpu rebase-check clean distclean
 
 help:  ## list the goals
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' \
@@ -34,7 +34,7 @@ help:  ## list the goals
 	@echo "  Variables: PYTHON (a Python 3.10 to 3.12), VENV ($(VENV)), RELEASE,"
 	@echo "  PAIR ($(PAIR)), PORT ($(PORT)), BUDGET ($(BUDGET)), ONTO,"
 	@echo "  INSTALLER (uv or pip), TORCH_BACKEND (empty or cpu), ARGS (more arguments"
-	@echo "  for demo, serve, test and test-full)."
+	@echo "  for demo, serve, build and tests)."
 
 $(tools): scripts/setup.sh scripts/pins.py requirements/tools.txt
 	@sh scripts/setup.sh tools
@@ -85,13 +85,20 @@ lint: fetch  ## check the Python code, the workflows, the patch files, the overl
 	$(py) -m ruff check .
 	$(py) -m ruff format --check .
 	@sh scripts/lint-workflows.sh
+	$(VENV)/bin/hadolint docker/Dockerfile docker/Dockerfile.cpu
 	$(apply) lint $(release)
 
 export: $(tools)  ## write the work tree's commits back to patches/ and overlay/
 	$(apply) export $(release)
 
-build: $(tools)  ## build the serving image
-	$(apply) build $(release)
+build: fetch  ## build the serving image (BUILDER=docker or podman)
+	$(apply) build $(release) $(ARGS)
+
+build-cpu: fetch  ## build the CPU image with the bundled pair
+	$(apply) build --cpu $(release) $(ARGS)
+
+test-image: install  ## build the images, serve from them, test them
+	$(py) -m pytest tests/image $(ARGS)
 
 # make itself ends with 2 on any failure; apply.py gives 0 all apply, 1 some do not,
 # 2 could not run.

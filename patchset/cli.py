@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from patchset import __version__, commands, gitio, rebase
+from patchset import __version__, commands, gitio, image, rebase
 from patchset.errors import CANNOT_RUN, PatchsetError
 from patchset.layout import Layout
 from patchset.ui import Output
@@ -42,6 +42,8 @@ _MORE = {
     "one with three-way merges, the overlay's upstream names looked up. The pinned "
     "release is never touched. Run it again after conflicts were resolved.",
     "verify": "Names what no local file can confirm.",
+    "build": "Makes build/image-RELEASE, the context with the patched files, then runs "
+    "docker or podman on docker/Dockerfile. The base image is pinned by digest.",
 }
 
 
@@ -144,6 +146,13 @@ def _parser() -> argparse.ArgumentParser:
                 action="store_true",
                 help="report only: 0 installed and intact, 3 otherwise",
             )
+            sub.add_argument(
+                "--bundle",
+                type=Path,
+                metavar="DIR",
+                help="take the patched files from a bundle that build made; needs "
+                "neither git nor the source",
+            )
     sub = verb("export", "write the work tree's commits back", commands.export)
     sub.add_argument(
         "--from",
@@ -198,7 +207,48 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--abort", action="store_true", help="remove the work tree of a rebase"
     )
-    verb("build", "build the serving image", commands.build)
+    sub = verb("build", "build the serving image", image.run)
+    sub.add_argument(
+        "--cpu", action="store_true", help="the CPU image with the bundled pair"
+    )
+    sub.add_argument(
+        "--builder", metavar="B", help="docker (default) or podman; BUILDER says it too"
+    )
+    sub.add_argument(
+        "--base-image",
+        metavar="NAME[@DIGEST]",
+        help="default: the one in upstream.lock, or a slim Python for --cpu",
+    )
+    sub.add_argument("--tag", help="default: ddtree-vllm[-cpu]:RELEASE")
+    sub.add_argument("--platform", metavar="OS/ARCH")
+    sub.add_argument("--network", metavar="MODE", help="of the build, such as host")
+    sub.add_argument(
+        "--secret",
+        action="append",
+        default=[],
+        metavar="ID=FILE",
+        help="cacerts=FILE (certificates) or pipconf=FILE (a pip.conf) for the build "
+        "only; repeatable",
+    )
+    sub.add_argument(
+        "--build-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="override an argument of the Dockerfile; repeatable",
+    )
+    sub.add_argument(
+        "--opt",
+        action="append",
+        default=[],
+        metavar="WORDS",
+        help="more words for the builder, such as --opt=--no-cache; repeatable",
+    )
+    sub.add_argument(
+        "--print",
+        action="store_true",
+        help="make the context and print the command, build nothing",
+    )
     return parser
 
 
@@ -221,7 +271,9 @@ def main(argv: list[str], root: str | Path) -> int:
         return _end(out, CANNOT_RUN, str(err), {})
     out = Output(args.command, args.json)
     try:
-        gitio.prepare_environment()
+        # An image has no git, and a bundle or a check needs none.
+        if args.command != "install" or not (args.bundle or args.check):
+            gitio.prepare_environment()
         code, data = args.run(args, Layout.at(args.root or root), out)
     except PatchsetError as err:
         return _end(out, err.exit_code, str(err), err.details)

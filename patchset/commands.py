@@ -221,7 +221,7 @@ def install(args: Namespace, layout: Layout, out: Output) -> Result:
         if state.differs:
             out.say(state.rows())
         return DONE if state.name == "installed" else MISMATCH, data
-    done, manifest = installing.install(layout, release, where, out)
+    done, manifest = installing.install(layout, release, where, out, args.bundle)
     kinds = [row["kind"] for row in manifest["files"]]
     counts = f"{kinds.count('patched')} patched, {kinds.count('added')} added files"
     out.say(f"{where.project} {where.version} in {folder}: {done}, {counts}")
@@ -256,7 +256,3 @@ def uninstall(args: Namespace, layout: Layout, out: Output) -> Result:
     }
     out.say(f"{folder}: {words[done]}")
     return DONE, {"release": release.name, "site": str(folder), "done": done}
-
-
-def build(args: Namespace, layout: Layout, out: Output) -> Result:
-    raise CannotRun("build arrives with the serving-image work (issue 5)")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from patchset import __version__, gitio, site, transaction, worktree
-from patchset.errors import CheckFailed, Mismatch
+from patchset.errors import CannotRun, CheckFailed, Mismatch
 from patchset.gitio import git
 from patchset.installed import (
     FOLDER,
@@ -78,6 +78,49 @@ def contents(layout: Layout, release: Release, out: Output) -> dict[str, bytes]:
     return found
 
 
+def write_bundle(folder: Path, files: dict[str, bytes]) -> None:
+    """Write what ``contents`` gave, for an install without git and source.
+
+    Args:
+        folder: Made new; ``files/PATH`` and, by blob id, ``bases/ID``.
+        files: Of ``contents``.
+    """
+    for key, data in files.items():
+        part = "bases" if key == blob_id(files[key]) else "files"
+        path = folder / part / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def read_bundle(folder: Path, release: Release) -> dict[str, bytes]:
+    """Read a bundle; every file is checked by its blob id.
+
+    Raises:
+        CannotRun: A file is missing.
+        Mismatch: A file is not what the lock pins.
+    """
+    wanted = {f"files/{path}": post for path, (_, post) in release.images().items()}
+    wanted.update({f"files/{path}": blob for path, blob in release.overlay.items()})
+    wanted.update({f"bases/{pre}": pre for pre, _ in release.images().values()})
+    found = {}
+    for name, blob in wanted.items():
+        path = folder / name
+        try:
+            data = path.read_bytes()
+        except OSError as err:
+            raise CannotRun(
+                f"--bundle {folder}: {name}: {err.strerror}; make the bundle with "
+                "`python apply.py build`"
+            ) from None
+        if blob_id(data) != blob:
+            raise Mismatch(
+                f"--bundle {folder}: {name} is not as upstream.lock has it; make the "
+                "bundle anew with `python apply.py build`"
+            )
+        found[name.partition("/")[2]] = data
+    return found
+
+
 def _read(
     repo: git.Repo, wanted: dict[str, str], bases: Iterable[str]
 ) -> dict[str, bytes] | None:
@@ -96,9 +139,20 @@ def _read(
 
 
 def install(
-    layout: Layout, release: Release, where: site.Site, out: Output
+    layout: Layout,
+    release: Release,
+    where: site.Site,
+    out: Output,
+    bundle: Path | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """Put the series and the overlay on an installed vLLM.
+
+    Args:
+        layout: Of the checkout.
+        release: What to install.
+        where: The vLLM.
+        out: For notes.
+        bundle: Take the files from there and not from a work tree.
 
     Returns:
         What was done (``installed``, ``already``, ``replaced``, ``repaired``), and the
@@ -119,7 +173,10 @@ def install(
             return "already", state.manifest
         if state.name == "changed":
             raise _refusal(where, release, state)
-        files = contents(layout, release, out)
+        if bundle is None:
+            files = contents(layout, release, out)
+        else:
+            files = read_bundle(bundle, release)
         if state.name == "other":
             _check_originals(where.folder, state.manifest or {})
         change = Transaction(where.package, "install")

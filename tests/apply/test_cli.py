@@ -69,7 +69,7 @@ def test_one_json_document_each(
     ("argv", "words"),
     [
         (("rebase", "--onto", "nonsense"), "--onto nonsense"),
-        (("build",), "issue 5"),
+        (("build", "--builder", "x"), "--builder x"),
         (("install",), "--python"),
         (("nothing",), "nothing"),
         (("apply", "--what"), "--what"),

@@ -55,12 +55,11 @@ class DDTreeSpeculator(DFlashSpeculator):
             device,
         )
         logger.info_once(
-            "DDTree on the V2 model runner: tree_budget=%d (%s), %d draft positions, "
-            "%d rows per request",
+            "DDTree is on: tree_budget=%d, tree_policy=%s, %d draft positions, "
+            "attention backend TREE_ATTN, model runner V2.",
             self.tree.budget,
             self.speculative_config.tree_policy,
             self.num_speculative_steps,
-            self.tree.num_rows,
         )
 
     @property
