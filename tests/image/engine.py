@@ -21,6 +21,7 @@ from pathlib import Path
 # Another client that is earlier on PATH may lack what is needed.
 DOCKER = "/usr/bin/docker" if Path("/usr/bin/docker").exists() else "docker"
 BASE = "ddtree-test-base:python"
+PULLED = "python:3.12-slim-bookworm"
 PACKAGES = "python3,python3-venv,ca-certificates,libnuma1"
 
 
@@ -117,9 +118,15 @@ def engine() -> Iterator[Engine]:
 
 
 def make_base(found: Engine) -> None:
-    """Debian with Python, made here; nothing is pulled."""
+    """Debian with Python, made here; pulled only where mmdebstrap is missing."""
     done = found.docker("image", "inspect", BASE, check=False)
     if done.returncode == 0:
+        return
+    if shutil.which("mmdebstrap") is None:
+        done = found.docker("pull", PULLED, check=False)
+        if done.returncode:
+            raise NoEngine(f"no mmdebstrap, and {PULLED} cannot be pulled")
+        found.docker("tag", PULLED, BASE)
         return
     clean = 'rm -f "$1"/etc/resolv.conf "$1"/etc/hostname'
     make = subprocess.Popen(

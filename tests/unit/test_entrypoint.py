@@ -255,6 +255,19 @@ def test_other_commands_are_run_as_they_are(tmp_path):
     assert "nothing-such: not found in the image" in done.stderr
 
 
+def test_compose_file():
+    """Every variable is one that the entrypoint reads; GPUs are as many as ranks."""
+    yaml = pytest.importorskip("yaml")
+    held = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    service = held["services"]["vllm"]
+    source = (DOCKER / "entrypoint.py").read_text()
+    for name in service["environment"]:
+        assert name == "HF_TOKEN" or f'"{name}"' in source, name
+    device = service["deploy"]["resources"]["reservations"]["devices"][0]
+    assert device["count"] == service["environment"]["DDTREE_TP"] == "${DDTREE_TP:-2}"
+    assert service["ipc"] == "host"
+
+
 @pytest.mark.parametrize(
     "words, url",
     [
