@@ -221,7 +221,7 @@ def test_cuda_dockerfile_on_a_good_base(docker, build, stand_in):
         ),
         (
             "commit",
-            'sed -i "s/gffd46bfab/gdeadbeef0/g" vllm/_version.py',
+            "sed -i -E \"s/'g[0-9a-f]{9}'/'gdeadbeef0'/\" vllm/_version.py",
             "built from commit gdeadbeef0",
         ),
         (
