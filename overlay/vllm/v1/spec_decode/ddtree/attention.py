@@ -10,10 +10,14 @@ the root and, among the tree rows, its ancestors and itself (design, section 5).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from .gdn_v1 import PendingTree
 
 
 @dataclass(slots=True)
@@ -23,10 +27,15 @@ class TreeMask:
     Attributes:
         mask: [B, Q, Q] bool, row i may see row j; rows past the tree are unused.
         num_nodes: n per request, B integers; 0 means no tree, plain causal.
+        parents: [B, Q] int32, as in ``TreeBatch``.
+        layer_inputs: What the recurrent layers need again after the walk, by layer
+            name and batch row.
     """
 
     mask: torch.Tensor
     num_nodes: list[int]
+    parents: torch.Tensor
+    layer_inputs: dict[str, dict[int, PendingTree]] = field(default_factory=dict)
 
 
 def request_mask(

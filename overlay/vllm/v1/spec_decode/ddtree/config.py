@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+from . import config_hybrid
+
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
@@ -347,13 +349,10 @@ def _unsupported(config: VllmConfig) -> list[tuple[str, Any, str]]:
     )
     text = model.hf_text_config
     kinds = (
-        (model.is_hybrid, "a hybrid with recurrent layers"),
         (model.is_attention_free, "free of attention"),
         (model.is_encoder_decoder, "an encoder-decoder"),
         (model.use_mla, "one with multi-head latent attention"),
-        (model.uses_mrope, "one with M-RoPE positions"),
         (model.uses_xdrope_dim > 0, "one with XD-RoPE positions"),
-        (model.is_multimodal_model, "multimodal"),
         (model.is_diffusion, "a diffusion model"),
         (
             _sliding_window(text) and not v2,
@@ -372,6 +371,7 @@ def _unsupported(config: VllmConfig) -> list[tuple[str, Any, str]]:
             f"{model.model} ({kind})",
             "use a dense full-attention decoder, or plain method='dflash'",
         )
+    found.extend(config_hybrid.unsupported(config, v2))
     refuse(
         model.enable_prompt_embeds, "enable_prompt_embeds", True, "send token prompts"
     )

@@ -9,6 +9,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.spec_decode.ddtree import config_hybrid
 from vllm.v1.spec_decode.ddtree.build import build_tree
 from vllm.v1.spec_decode.ddtree.tree import TreeBatch
 from vllm.v1.spec_decode.dflash import DFlashProposer
@@ -34,6 +35,12 @@ class DDTreeProposer(DFlashProposer):
             self.input_ids = self.input_ids.new_zeros(self.max_query_tokens)
         self._logits: torch.Tensor | None = None
         self._num_positions: torch.Tensor | None = None
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """Load the drafter, if the target's layers are all ones with a tree path."""
+        context = self.vllm_config.compilation_config.static_forward_context
+        config_hybrid.verify_layers(context)
+        super().load_model(target_model)
 
     def _create_draft_vllm_config(self) -> VllmConfig:
         # Rebuilding the config selects TREE_ATTN again; the drafter has no tree.

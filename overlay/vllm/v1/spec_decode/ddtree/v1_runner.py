@@ -18,8 +18,10 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.spec_decode.ddtree import gdn_v1
 from vllm.v1.spec_decode.ddtree.attention import TreeMask
 from vllm.v1.spec_decode.ddtree.kv_compact import compact_kv
 from vllm.v1.spec_decode.ddtree.node_sampling import DepthNoise, sample_rows
@@ -114,7 +116,7 @@ class DDTreeRunner:
         total = int(ends[-1])
         self.step = _Step(tree, first_row, runner.positions[:total].clone())
         self._write_depth_positions(self.step)
-        self.tree_mask = TreeMask(self._ancestor_mask(tree), num_nodes)
+        self.tree_mask = TreeMask(self._ancestor_mask(tree), num_nodes, tree.parents)
 
     @staticmethod
     def _fill(
@@ -148,7 +150,10 @@ class DDTreeRunner:
         """In place, because captured graphs and later readers share the buffer."""
         request, node = step.tree.valid.nonzero(as_tuple=True)
         rows = step.first_row[request] + node
-        self.runner.positions[rows] += step.tree.depths[request, node] - node
+        offset = step.tree.depths[request, node] - node
+        self.runner.positions[rows] += offset
+        if self.runner.uses_mrope:  # all planes; the ones that the model reads
+            self.runner.mrope_positions.gpu[:, rows] += offset
 
     # After the forward.
 
@@ -193,6 +198,7 @@ class DDTreeRunner:
         if noise is not None:
             noise.commit(step.num_sampled.tolist())
         self._compact(step)
+        self._commit_states(step)
         return SamplerOutput(
             sampled_token_ids=sampled.to(torch.int32), logprobs_tensors=None
         )
@@ -224,6 +230,14 @@ class DDTreeRunner:
                     slot_dim=2,
                 )
 
+    def _commit_states(self, step: _Step) -> None:
+        """Move the state of every recurrent layer along the accepted paths."""
+        assert self.tree_mask is not None
+        layers = self.runner.compilation_config.static_forward_context
+        num_rows = step.num_sampled.tolist()
+        for name, pending in self.tree_mask.layer_inputs.items():
+            gdn_v1.commit(layers[name], pending, step.path, num_rows)
+
     def _find_target_caches(self) -> list[tuple[int, list[torch.Tensor]]]:
         """K/V tensors of the target's layers by KV cache group, drafter left out."""
         runner = self.runner
@@ -239,6 +253,7 @@ class DDTreeRunner:
                 ],
             )
             for index, group in enumerate(runner.kv_cache_config.kv_cache_groups)
+            if not isinstance(group.kv_cache_spec, MambaSpec)
         ]
 
     # Between verification and the next draft.

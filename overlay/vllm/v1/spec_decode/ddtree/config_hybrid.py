@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the DDTree for vLLM project
+"""Which models with recurrent layers, or with M-RoPE, a tree can serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+# Models whose recurrent layers are all of GATED_DELTA_LAYER.
+GATED_DELTA_MODELS = frozenset(
+    {
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3NextForCausalLM",
+    }
+)
+GATED_DELTA_LAYER = "QwenGatedDeltaNetAttention"
+# Beyond 0 these bring positions that a text does not have.
+MODALITIES = ("image", "video")
+
+# A field of the model's config, and the recurrent layers that it stands for. More
+# telling ones first.
+_LAYER_FIELDS = (
+    ("linear_attn_config", "Kimi delta attention (KDA)"),
+    ("linear_num_value_heads", "gated delta layers of another kind"),
+    ("attn_type_list", "lightning attention"),
+    ("mamba_n_heads", "Mamba-2"),
+    ("mamba_num_heads", "Mamba-2"),
+    ("mamba_headdim", "Mamba-2"),
+    ("mamba_d_state", "Mamba"),
+    ("ssm_state_size", "Mamba"),
+    ("conv_L_cache", "short convolutions"),
+)
+
+
+def recurrent_layers(text_config: Any) -> str:
+    """Name the recurrent layers of a hybrid that is not served.
+
+    Args:
+        text_config: The model's Hugging Face text config.
+
+    Returns:
+        A name for people, such as ``Mamba-2``.
+    """
+    for name, kind in _LAYER_FIELDS:
+        if getattr(text_config, name, None):
+            return kind
+    return "recurrent layers of an unknown kind"
+
+
+def serves_gated_delta(model: ModelConfig) -> bool:
+    """Whether a model is a hybrid that trees are written for."""
+    return model.is_hybrid and model.architecture in GATED_DELTA_MODELS
+
+
+def _text_only(model: ModelConfig) -> bool:
+    limits = model.multimodal_config
+    if limits is None or limits.language_model_only:
+        return True
+    return not any(limits.get_limit_per_prompt(name) for name in MODALITIES)
+
+
+def unsupported(config: VllmConfig, v2: bool) -> Iterator[tuple[str, Any, str]]:
+    """Every (field, value, remedy) that is refused because of the model's layers.
+
+    Args:
+        config: Engine configuration.
+        v2: Whether the V2 model runner serves it.
+    """
+    model = config.model_config
+    served = serves_gated_delta(model)
+    dense = "use a dense full-attention decoder, or plain method='dflash'"
+    kinds = [
+        (
+            model.is_hybrid and not served,
+            f"a hybrid with recurrent layers: {recurrent_layers(model.hf_text_config)}",
+        ),
+        (served and v2, "a hybrid with recurrent layers, on the V2 runner"),
+        (model.uses_mrope and not served, "one with M-RoPE positions"),
+        (model.is_multimodal_model and not served, "multimodal"),
+    ]
+    for condition, kind in kinds:
+        if condition:
+            yield "model", f"{model.model} ({kind})", dense
+    if not served:
+        return
+    if model.is_multimodal_model and not _text_only(model):
+        yield (
+            "limit_mm_per_prompt",
+            {
+                name: model.multimodal_config.get_limit_per_prompt(name)
+                for name in MODALITIES
+            },
+            "serve text only: set it to " + str(dict.fromkeys(MODALITIES, 0)),
+        )
+    if config.cache_config.enable_prefix_caching:
+        yield (
+            "enable_prefix_caching",
+            True,
+            "a hybrid's state inside a block is not kept along a tree's path: set it "
+            "to False",
+        )
+
+
+def verify_layers(layers: Mapping[str, Any]) -> None:
+    """Refuse a loaded model with a recurrent layer that has no tree path.
+
+    Args:
+        layers: Attention and recurrent layers of the model by name.
+
+    Raises:
+        ValueError: Names the first such layer and its class.
+    """
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+    for name, layer in layers.items():
+        kind = type(layer).__name__
+        if isinstance(layer, MambaBase) and kind != GATED_DELTA_LAYER:
+            raise ValueError(
+                f"Layer {name!r} is a {kind}, a recurrent layer that tree_budget does "
+                "not support; remove tree_budget, or serve another model."
+            )
