@@ -140,7 +140,6 @@ PRESETS: dict[str, Preset] = {
     "100m": replace(
         _TINY,
         name="qwen3-100m",
-        vocab_size=1024,
         hidden_size=768,
         intermediate_size=2048,
         num_heads=12,
@@ -151,7 +150,7 @@ PRESETS: dict[str, Preset] = {
         target_layer_ids=(1, 5, 8, 11, 14),
         target_steps=1500,
         target_lr=8e-4,
-        gen_sequences=20480,
+        gen_sequences=40960,
         gen_batch=4096,
         drafter_steps=20000,
         drafter_batch=64,

@@ -27,7 +27,7 @@ def generate(
     """Continue a batch of prompts; every row advances through the same positions.
 
     Args:
-        target: the model, float32.
+        target: the model; its cache has the type of its weights.
         prompts: ``[B, T]`` int64; row b is ``lengths[b]`` prompt ids, then anything.
         lengths: ``[B]`` int64, each at least 1.
         sample_until: ``[B]`` int64; positions before it are sampled at temperature 1,
@@ -40,14 +40,15 @@ def generate(
     p, device = target.p, prompts.device
     batch, total = prompts.shape
     out = prompts.clone()
+    shape = 2, batch, p.num_kv_heads, total, p.head_dim
+    dtype = target.embed_tokens.weight.dtype
     cache = [
-        torch.zeros(2, batch, p.num_kv_heads, total, p.head_dim, device=device)
-        for _ in range(p.target_layers)
+        torch.zeros(shape, dtype=dtype, device=device) for _ in range(p.target_layers)
     ]
     shortest = int(lengths.min())
     hidden, _ = target(out[:, :shortest], cache)
     for position in range(shortest, total):
-        logits = target.logits(hidden[:, -1])
+        logits = target.logits(hidden[:, -1]).float()
         noise = torch.empty_like(logits).exponential_(generator=generator)
         sampled = (logits.softmax(-1) / noise).argmax(-1)
         token = torch.where(position < sample_until, sampled, logits.argmax(-1))

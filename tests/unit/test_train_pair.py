@@ -25,7 +25,8 @@ PAIR = REPOSITORY / "models" / "tiny-qwen3"
 sys.path.insert(0, str(SCRIPTS))
 
 import train_pair  # noqa: E402
-from pairlib import corpus, export  # noqa: E402
+from pairlib import corpus, export, simulate  # noqa: E402
+from pairlib import train as train_stages  # noqa: E402
 from pairlib.model import (  # noqa: E402
     Target,
     block_embeddings,
@@ -217,3 +218,48 @@ def test_simulation_equals_vllm():
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "all equal" in done.stdout
+
+
+def test_a_timed_fit_ends_by_the_clock_and_decays_to_nothing(monkeypatch):
+    model, clock, rates = torch.nn.Linear(2, 1), [0.0], []
+    step = torch.optim.AdamW.step
+
+    def record(self, *args, **kwargs):
+        rates.append(self.param_groups[0]["lr"])
+        clock[0] += 40.0 if len(rates) == 1 else 0.5  # The first step compiles.
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", record)
+    monkeypatch.setattr(train_stages.time, "monotonic", lambda: clock[0])
+    _, steps = train_stages._fit(
+        "fit",
+        model,
+        lambda: model(torch.ones(3, 2)).square().mean(),
+        10_000,
+        1e-3,
+        torch.device("cpu"),
+        240.0,
+    )
+    # 200 s are left after the first step: 400 steps of half a second.
+    assert steps == len(rates) == 401
+    assert clock[0] == 240.0
+    assert rates[-1] == pytest.approx(1e-3 / 400)
+    # A warm-up of 200 steps meets the decay after a third of the time.
+    assert max(rates) == pytest.approx(1e-3 * 2 / 3, rel=0.01)
+    assert 130 <= rates.index(max(rates)) <= 136
+
+
+def test_a_bfloat16_target_continues_prompts():
+    torch.manual_seed(0)
+    target = Target(PRESETS["smoke"]).bfloat16()
+    prompts = torch.arange(3, 43).expand(2, -1)
+    lengths, until = torch.tensor([8, 20]), torch.tensor([0, 30])
+    generator = torch.Generator().manual_seed(0)
+    text = simulate.generate(target, prompts, lengths, until, generator)
+    for row, length in zip(text, lengths, strict=True):
+        assert torch.equal(row[:length], prompts[0, :length])
+    # The last token is greedy: the best one of a run without cache, up to rounding.
+    with torch.no_grad():
+        logits = target.logits(target(text[:, :-1])[0])[:, -1].float()
+    chosen = logits.gather(1, text[:, -1:])[:, 0]
+    assert (logits.amax(-1) - chosen).max() < 0.05

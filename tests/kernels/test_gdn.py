@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the DDTree for vLLM project
+"""Gated delta kernels against the PyTorch reference, in the interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vllm.v1.spec_decode.ddtree import gdn
+from vllm.v1.spec_decode.ddtree.kernels import gdn as kernels
+from vllm.v1.spec_decode.ddtree.kernels.gdn_commit import GDNCommitter, GDNLayer
+from vllm.v1.spec_decode.ddtree.tree import ancestor_bitmask
+from vllm.v1.spec_decode.ddtree.tree_state import TreeState
+
+SEED = int(os.environ.get("DDTREE_TEST_SEED", "0"))
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "gdn_tree.npz"
+WIDTH = 4
+ON_GPU = torch.cuda.is_available()
+# bfloat16 products are silently wrong in the interpreter.
+DTYPES = [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32]
+
+
+@dataclass
+class Layer:
+    """Parameters, states and inputs of one layer; states have blocks."""
+
+    dims: tuple[int, int, int, int]
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    conv_state: torch.Tensor  # [blocks, C, W - 1]
+    ssm_state: torch.Tensor  # [blocks, Hv, Dv, Dk]
+    x: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+
+    @property
+    def channels(self) -> int:
+        return self.weight.shape[0]
+
+
+def make_layer(gen, dims, tokens, blocks, dtype, device, bias=True, slots_last=True):
+    heads, value_heads, dk, dv = dims
+    channels = 2 * heads * dk + value_heads * dv
+
+    def rand(*shape, kind=dtype, factor=1.0):
+        made = torch.randn(*shape, generator=gen) * factor
+        return made.to(kind).to(device)
+
+    conv = rand(blocks, channels, WIDTH - 1)
+    if not slots_last:  # upstream's other layout: channels are contiguous
+        conv = conv.transpose(1, 2).contiguous().transpose(1, 2)
+    # As in Qwen3.5: q, k, v are a view of a wider projection.
+    wide = rand(tokens, channels + 24)
+    return Layer(
+        dims,
+        rand(channels, WIDTH, factor=0.5),
+        rand(channels, factor=0.1) if bias else None,
+        rand(value_heads, kind=torch.float32),
+        rand(value_heads, kind=torch.float32),
+        conv,
+        rand(blocks, value_heads, dv, dk, kind=torch.float32),
+        wide[:, :channels],
+        rand(tokens, value_heads),
+        rand(tokens, value_heads),
+    )
+
+
+def random_tree(gen, nodes, deepest):
+    parents, depths = [-1], [0]
+    for row in range(1, nodes + 1):
+        parent = int(torch.randint(0, row, (), generator=gen))
+        while depths[parent] >= deepest:
+            parent = parents[parent]
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+    return parents
+
+
+@dataclass
+class Batch:
+    """Trees of a batch on the device, and as lists for the reference.
+
+    ``parents[r]`` has the parents of request r's rows, a chain where it has no tree.
+    """
+
+    tree: TreeState
+    starts: torch.Tensor
+    indices: torch.Tensor
+    parents: list[list[int]]
+    blocks: list[int]
+
+
+def make_batch(device, budget, positions, parents, lengths, blocks) -> Batch:
+    """``parents[r]`` is None where request r has no tree but ``lengths[r]`` rows."""
+    tree = TreeState(len(lengths), budget, positions, device)
+    known = []
+    for r, (mine, length) in enumerate(zip(parents, lengths, strict=True)):
+        if mine is None:
+            known.append([i - 1 for i in range(length)])
+            tree.b_parents[r] = 7  # old values that nobody may read
+            tree.b_mask[r] = 0
+            continue
+        known.append(mine)
+        nodes = len(mine) - 1
+        row = torch.full((budget + 1,), -1, dtype=torch.int32)
+        row[: len(mine)] = torch.tensor(mine, dtype=torch.int32)
+        count = torch.tensor([nodes], dtype=torch.int32)
+        tree.b_parents[r] = row.to(device)
+        tree.b_num_nodes[r] = nodes
+        tree.b_mask[r] = ancestor_bitmask(row[None], count)[0].to(device)
+    starts = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    table = torch.zeros(len(lengths), 5, dtype=torch.int32, device=device)
+    table[:, 0] = torch.tensor(blocks)
+    return Batch(tree, starts, table, known, blocks)
+
+
+def forward(layer: Layer, batch: Batch):
+    """Both kernels; returns mixed, outputs and the scratch."""
+    heads, value_heads, dk, dv = layer.dims
+    tree, reqs = batch.tree, len(batch.blocks)
+    scratch = kernels.GDNScratch(
+        reqs, tree.num_rows, layer.channels, value_heads, WIDTH, layer.x.dtype,
+        layer.x.device,
+    )  # fmt: skip
+    mixed = torch.zeros(len(layer.x), layer.channels, dtype=layer.x.dtype).to(layer.x)
+    kernels.tree_conv(
+        layer.x, layer.conv_state, batch.indices[:, 0], layer.weight, layer.bias,
+        batch.starts, tree, reqs, mixed, scratch,
+    )  # fmt: skip
+    out = torch.zeros(len(layer.x), value_heads, dv, dtype=layer.x.dtype).to(layer.x)
+    kernels.tree_delta_rule(
+        mixed, layer.a, layer.b, layer.a_log, layer.dt_bias, layer.ssm_state,
+        batch.indices[:, 0], batch.starts, tree, reqs, heads, out, scratch,
+    )  # fmt: skip
+    return mixed, out, scratch
+
+
+def reference(layer: Layer, batch: Batch, r: int):
+    """Mixed, outputs, k, v, gates of request r."""
+    first, last = batch.starts[r : r + 2].tolist()
+    parents = torch.tensor(batch.parents[r])
+    block = batch.blocks[r]
+    cpu = [t.cpu() for t in (layer.x[first:last], layer.conv_state[block].T)]
+    bias = None if layer.bias is None else layer.bias.cpu()
+    mixed = gdn.tree_conv(*cpu, layer.weight.cpu(), bias, parents)
+    mixed = mixed.to(layer.x.dtype)
+    q, k, v = gdn.split_heads(mixed, *layer.dims)
+    gate = gdn.gates(
+        layer.a[first:last].cpu(),
+        layer.b[first:last].cpu(),
+        layer.a_log.cpu(),
+        layer.dt_bias.cpu(),
+    )
+    state = layer.ssm_state[block].cpu()
+    out = gdn.tree_delta_rule(q, k, v, gate, state, parents)
+    return mixed, out, k, v, gate
+
+
+def close(got, want, dtype, scale=1.0):
+    tolerance = scale * (1e-4 if dtype == torch.float32 else 3e-2)
+    torch.testing.assert_close(
+        got.float().cpu(), want.float(), rtol=tolerance, atol=tolerance
+    )
+
+
+CASES = [
+    # dims (Hk, Hv, Dk, Dv), budget, positions, nodes (None: no tree), lengths, bias
+    ((1, 1, 16, 16), 3, 3, [3], [4], True),
+    ((2, 4, 16, 24), 7, 3, [7, 5, None, 1], [8, 6, 3, 2], False),
+    ((1, 3, 64, 32), 31, 15, [31, None, 20], [32, 1, 21], True),
+    ((2, 2, 20, 16), 40, 8, [40, 33], [41, 34], True),
+]
+if ON_GPU:
+    CASES += [
+        ((16, 48, 128, 128), 63, 15, [63] * 7 + [None], [64] * 7 + [64], False),
+        ((2, 4, 128, 128), 127, 31, [127, 100, 127], [128, 101, 128], True),
+        ((1, 2, 256, 256), 63, 15, [63, 10], [64, 11], True),
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims, budget, positions, nodes, lengths, bias", CASES)
+def test_forward_and_commit(
+    device, dims, budget, positions, nodes, lengths, bias, dtype
+):
+    print(f"seed {SEED}")
+    gen = torch.Generator().manual_seed(SEED + budget)
+    reqs = len(lengths)
+    parents = [None if n is None else random_tree(gen, n, positions) for n in nodes]
+    blocks = (torch.randperm(reqs, generator=gen) + 1).tolist()
+    batch = make_batch(device, budget, positions, parents, lengths, blocks)
+    layers = [
+        make_layer(gen, dims, sum(lengths), reqs + 1, dtype, device, bias, last)
+        for last in ((True, True) if bias else (False, False))
+    ]
+    scratches = []
+    for layer in layers:
+        before = layer.conv_state.clone(), layer.ssm_state.clone()
+        mixed, out, scratch = forward(layer, batch)
+        scratches.append(scratch)
+        for r in range(reqs):
+            first, last = batch.starts[r : r + 2].tolist()
+            want = reference(layer, batch, r)
+            close(mixed[first:last], want[0], dtype)
+            close(out[first:last], want[1], dtype)
+        # The forward pass only reads.
+        assert torch.equal(layer.conv_state, before[0])
+        assert torch.equal(layer.ssm_state, before[1])
+
+    # Every request accepts a random path; the last one was not walked.
+    paths = []
+    for r in range(reqs):
+        row = int(torch.randint(0, lengths[r], (), generator=gen))
+        path = [row]
+        while batch.parents[r][path[-1]] >= 0:
+            path.append(batch.parents[r][path[-1]])
+        paths.append(path[::-1][: positions + 1])
+    walked = [reqs == 1 or r != reqs - 1 for r in range(reqs)]
+    counts = [len(p) if w else 0 for p, w in zip(paths, walked, strict=True)]
+    path = torch.zeros(reqs, positions + 1, dtype=torch.int32)
+    for r, mine in enumerate(paths):
+        path[r, : len(mine)] = torch.tensor(mine)
+    before = [(x.conv_state.clone(), x.ssm_state.clone()) for x in layers]
+    committer = GDNCommitter(
+        [
+            GDNLayer(s, x.conv_state, x.ssm_state, x.weight, x.bias, 1)
+            for x, s in zip(layers, scratches, strict=True)
+        ],
+        dims[0],
+        budget + 1,
+        positions,
+    )
+    unused = torch.zeros(reqs, 3, dtype=torch.int32, device=device)
+    committer.commit(
+        [unused, batch.indices],
+        path.to(device),
+        torch.tensor(counts, dtype=torch.int32, device=device),
+        reqs,
+    )
+    for layer, (conv, ssm) in zip(layers, before, strict=True):
+        assert torch.equal(layer.ssm_state[0], ssm[0])
+        assert torch.equal(layer.conv_state[0], conv[0])
+        for r in range(reqs):
+            block = blocks[r]
+            if not walked[r]:
+                assert torch.equal(layer.ssm_state[block], ssm[block])
+                assert torch.equal(layer.conv_state[block], conv[block])
+                continue
+            _, _, k, v, gate = reference_before(layer, batch, r, conv, ssm)
+            mine = torch.tensor(paths[r])
+            want = gdn.commit_path(k, v, gate, ssm[block].cpu(), mine)
+            close(layer.ssm_state[block], want, dtype, 0.3)
+            first, last = batch.starts[r : r + 2].tolist()
+            history = gdn.commit_history(
+                layer.x[first:last].cpu(), conv[block].T.cpu(), mine
+            )
+            assert torch.equal(layer.conv_state[block].T.cpu(), history)
+
+
+def reference_before(layer, batch, r, conv, ssm):
+    """The reference from the states before the commit."""
+    now = layer.conv_state, layer.ssm_state
+    layer.conv_state, layer.ssm_state = conv, ssm
+    found = reference(layer, batch, r)
+    layer.conv_state, layer.ssm_state = now
+    return found
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_golden(device, index):
+    held = np.load(GOLDEN)
+
+    def get(name):
+        return torch.from_numpy(held[f"{index}_{name}"])
+
+    parents = get("parents").tolist()
+    rows = len(parents)
+    batch = make_batch(
+        device, max(1, rows - 1), 31, [parents if rows > 1 else None], [rows], [1]
+    )
+    zeros = torch.zeros_like(get("conv_hist").T[None])
+    layer = Layer(
+        tuple(get("dims").tolist()),
+        get("conv_weight").to(device),
+        get("conv_bias").to(device),
+        get("A_log").to(device),
+        get("dt_bias").to(device),
+        torch.cat([zeros, get("conv_hist").T[None]]).contiguous().to(device),
+        torch.stack([torch.zeros_like(get("S0")), get("S0")])
+        .mT.contiguous()
+        .to(device),
+        get("x").to(device),
+        get("a").to(device),
+        get("b").to(device),
+    )
+    _, out, scratch = forward(layer, batch)
+    torch.testing.assert_close(out.cpu(), get("out"), rtol=1e-4, atol=1e-4)
+    kept = GDNLayer(
+        scratch, layer.conv_state, layer.ssm_state, layer.weight, layer.bias, 0
+    )
+    committer = GDNCommitter([kept], layer.dims[0], batch.tree.num_rows, 31)
+    path = torch.zeros(1, 32, dtype=torch.int32)
+    count = len(get("path"))
+    path[0, :count] = get("path")
+    committer.commit(
+        [batch.indices],
+        path.to(device),
+        torch.tensor([count], dtype=torch.int32, device=device),
+        1,
+    )
+    torch.testing.assert_close(
+        layer.ssm_state[1].mT.cpu(), get("state_after_path"), rtol=1e-4, atol=1e-4
+    )
+    assert torch.equal(layer.conv_state[1].T.cpu(), get("conv_state_after_path"))
+
+
+def test_rows_that_must_not_be_touched(device):
+    """Padded requests (state 0), prefills, and empty ones keep output and scratch."""
+    gen = torch.Generator().manual_seed(SEED)
+    batch = make_batch(
+        device, 3, 3, [random_tree(gen, 3, 3), None, None, None], [4, 9, 2, 0],
+        [1, 2, 0, 3],
+    )  # fmt: skip
+    layer = make_layer(gen, (1, 2, 16, 16), 15, 4, torch.float32, device)
+    mixed, out, scratch = forward(layer, batch)
+    assert out[:4].abs().sum() > 0
+    assert out[4:].abs().sum() == 0
+    assert mixed[4:].abs().sum() == 0
+    assert scratch.x[1:].abs().sum() == 0
+    assert scratch.gates[1:].abs().sum() == 0
+
+
+def test_identical_keys_do_not_cancel(device):
+    """A chain of one token over and over: powers of the system would lose digits."""
+    gen = torch.Generator().manual_seed(SEED)
+    rows = 32
+    chain = [i - 1 for i in range(rows)]
+    batch = make_batch(device, rows - 1, 31, [chain], [rows], [1])
+    layer = make_layer(gen, (1, 1, 16, 16), rows, 2, torch.float32, device)
+    layer.x = layer.x[:1].expand(rows, -1).contiguous()
+    layer.a.fill_(-20.0)  # no decay
+    layer.b.fill_(20.0)  # full strength
+    _, out, _ = forward(layer, batch)
+    close(out, reference(layer, batch, 0)[1], torch.float32)
+
+
+def test_layers_of_different_shapes(device):
+    gen = torch.Generator().manual_seed(SEED)
+    made = []
+    for dims in ((1, 1, 16, 16), (1, 2, 16, 16)):
+        layer = make_layer(gen, dims, 4, 2, torch.float32, device)
+        scratch = kernels.GDNScratch(
+            1, 4, layer.channels, dims[1], WIDTH, torch.float32, device
+        )
+        made.append(
+            GDNLayer(
+                scratch, layer.conv_state, layer.ssm_state, layer.weight, layer.bias, 0
+            )
+        )
+    with pytest.raises(ValueError, match="2 kinds"):
+        GDNCommitter(made, 1, 4, 3)
