@@ -209,6 +209,19 @@ def write_pair(folder: Path, seed: int = 0) -> tuple[Path, Path]:
     return target, drafter
 
 
+def runner_of(llm):
+    """The model runner of an in-process engine."""
+    core = llm.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker.model_runner
+
+
+def gated_delta_layer(llm):
+    """The first gated delta layer of an in-process engine."""
+    layers = runner_of(llm).compilation_config.static_forward_context.values()
+    kind = "QwenGatedDeltaNetAttention"
+    return next(layer for layer in layers if type(layer).__name__ == kind)
+
+
 class Oracle:
     """Drafter logits that know a plain run's tokens, more or less.
 
@@ -233,26 +246,33 @@ class Oracle:
         assert len(self.known) == len(prompts)
         self.generator = torch.Generator().manual_seed(seed)
         self.boost = boost
-        self.num_nodes: list[int] = []
+
+    def logits(self, proposer, shape: torch.Size) -> torch.Tensor:
+        """Logits [B * L, V] for the batch that a proposer drafts for."""
+        wide = proposer.num_speculative_tokens  # L
+        logits = torch.randn(shape, generator=self.generator)
+        bonus = proposer.positions[: shape[0] // wide * (1 + wide)]
+        for row, start in enumerate(bonus.view(-1, 1 + wide)[:, 0].tolist()):
+            req_id = proposer.runner.input_batch.req_ids[row]
+            request = proposer.runner.requests[req_id]
+            text = self.known[request.prompt_token_ids[0]]
+            for depth, token in enumerate(text[start + 1 : start + 1 + wide]):
+                logits[row * wide + depth, token] += self.boost
+        return logits
 
     def install(self, monkeypatch) -> None:
-        """Patch ``DDTreeProposer.build_trees``."""
+        """Patch the proposers of trees and of upstream's chains."""
         from vllm.v1.spec_decode.ddtree.proposer import DDTreeProposer
+        from vllm.v1.spec_decode.dflash import DFlashProposer
 
-        right = DDTreeProposer.build_trees
+        build = DDTreeProposer.build_trees
 
         def build_trees(proposer, logits, num_positions):
-            wide = proposer.num_draft_positions
-            logits = torch.randn(logits.shape, generator=self.generator)
-            bonus = proposer.positions[: len(num_positions) * (1 + wide)]
-            for row, start in enumerate(bonus.view(-1, 1 + wide)[:, 0].tolist()):
-                req_id = proposer.runner.input_batch.req_ids[row]
-                request = proposer.runner.requests[req_id]
-                text = self.known[request.prompt_token_ids[0]]
-                for depth, token in enumerate(text[start + 1 : start + 1 + wide]):
-                    logits[row * wide + depth, token] += self.boost
-            tree = right(proposer, logits, num_positions)
-            self.num_nodes += tree.num_nodes.tolist()
-            return tree
+            return build(proposer, self.logits(proposer, logits.shape), num_positions)
+
+        def sample(proposer, hidden_states, sampling_metadata):
+            shape = torch.Size((len(hidden_states), VOCAB))
+            return self.logits(proposer, shape).argmax(-1), None
 
         monkeypatch.setattr(DDTreeProposer, "build_trees", build_trees)
+        monkeypatch.setattr(DFlashProposer, "_sample_draft_tokens", sample)
