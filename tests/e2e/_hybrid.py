@@ -215,13 +215,6 @@ def runner_of(llm):
     return core.model_executor.driver_worker.worker.model_runner
 
 
-def gated_delta_layer(llm):
-    """The first gated delta layer of an in-process engine."""
-    layers = runner_of(llm).compilation_config.static_forward_context.values()
-    kind = "QwenGatedDeltaNetAttention"
-    return next(layer for layer in layers if type(layer).__name__ == kind)
-
-
 class Oracle:
     """Drafter logits that know a plain run's tokens, more or less.
 
@@ -246,15 +239,16 @@ class Oracle:
         assert len(self.known) == len(prompts)
         self.generator = torch.Generator().manual_seed(seed)
         self.boost = boost
+        self.runner = None  # for upstream's proposer, which does not know its own
 
     def logits(self, proposer, shape: torch.Size) -> torch.Tensor:
         """Logits [B * L, V] for the batch that a proposer drafts for."""
         wide = proposer.num_speculative_tokens  # L
+        runner = getattr(proposer, "runner", self.runner)
         logits = torch.randn(shape, generator=self.generator)
         bonus = proposer.positions[: shape[0] // wide * (1 + wide)]
         for row, start in enumerate(bonus.view(-1, 1 + wide)[:, 0].tolist()):
-            req_id = proposer.runner.input_batch.req_ids[row]
-            request = proposer.runner.requests[req_id]
+            request = runner.requests[runner.input_batch.req_ids[row]]
             text = self.known[request.prompt_token_ids[0]]
             for depth, token in enumerate(text[start + 1 : start + 1 + wide]):
                 logits[row * wide + depth, token] += self.boost

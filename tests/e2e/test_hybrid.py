@@ -101,7 +101,9 @@ def test_plain_equals_transformers(pair, texts, reference):
 
 def test_chain_equals_plain(hybrid, texts, reference, oracle):
     """Upstream's chain, which keeps a state per draft, on the float32 path."""
-    with hybrid(chain=True, **CHUNKS) as llm:
+    # Upstream takes the drafter's rows off the budget; 48 are left.
+    with hybrid(chain=True, max_num_batched_tokens=104) as llm:
+        oracle.runner = _hybrid.runner_of(llm)
         run = cpu.decode(llm, texts)
     assert wrong(run, reference) == []
     assert run.tokens_per_step > 1.3
@@ -145,7 +147,7 @@ def test_preemption(hybrid, texts, reference, oracle):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scheduler, "_preempt_request", count)
-        with hybrid(16, num_gpu_blocks_override=20, max_model_len=256) as llm:
+        with hybrid(16, num_gpu_blocks_override=14, max_model_len=256) as llm:
             run = cpu.decode(llm, texts)
     assert wrong(run, reference) == []
     assert preempted
@@ -162,6 +164,9 @@ def test_random_load_leaves_nothing(hybrid, texts, reference, oracle):
     aborted: set[str] = set()
     with hybrid(16, max_num_seqs=4, **CHUNKS) as llm:
         core = llm.llm_engine
+        scheduler = core.engine_core.engine_core.scheduler
+        blocks = scheduler.kv_cache_manager.block_pool
+        free = blocks.get_num_free_blocks()
         while len(got) < 40 or core.has_unfinished_requests():
             if len(got) < 40 and rng.random() < 0.5:
                 name = f"{len(got)}/{rng.randrange(len(texts))}"
@@ -179,7 +184,7 @@ def test_random_load_leaves_nothing(hybrid, texts, reference, oracle):
                 core.abort_request([name])
             for output in core.step():
                 got[output.request_id] += output.outputs[0].token_ids
-        assert not _hybrid.runner_of(llm).requests
+        assert blocks.get_num_free_blocks() == free
     for name, tokens in got.items():
         want = reference.tokens[int(name.split("/")[1])]
         assert tokens == want[: len(tokens)], name
@@ -187,23 +192,24 @@ def test_random_load_leaves_nothing(hybrid, texts, reference, oracle):
 
 
 def test_one_state_per_request(hybrid):
-    """No state and no longer history per draft, whatever the budget."""
+    """No state and no longer history for the drafts."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    shapes = {}
-    for budget in (None, 31):
-        with hybrid(budget) as llm:
-            runner = _hybrid.runner_of(llm)
-            groups = [g.kv_cache_spec for g in runner.kv_cache_config.kv_cache_groups]
-            found = [group for group in groups if isinstance(group, MambaSpec)]
-            assert found and all(spec.num_speculative_blocks == 0 for spec in found)
-            shapes[budget] = found[0].shapes
-    assert shapes[31] == shapes[None]
+    with hybrid(31) as llm:
+        groups = _hybrid.runner_of(llm).kv_cache_config.kv_cache_groups
+    found = [g.kv_cache_spec for g in groups if isinstance(g.kv_cache_spec, MambaSpec)]
+    assert found
+    for spec in found:
+        assert spec.num_speculative_blocks == 0
+        assert spec.shapes[0][0] == _hybrid.TAPS - 1
+        assert len(spec.shapes) == 2
 
 
 def mutated(hybrid, texts, reference) -> int:
     with hybrid(16) as llm:
-        return len(wrong(cpu.decode(llm, texts), reference))
+        run = cpu.decode(llm, texts, max_tokens=32)
+    pairs = zip(run.tokens, reference.tokens, strict=True)
+    return sum(got != want[:32] for got, want in pairs)
 
 
 def test_without_commit(monkeypatch, hybrid, texts, reference, oracle):
