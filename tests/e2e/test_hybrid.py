@@ -191,6 +191,15 @@ def test_random_load_leaves_nothing(hybrid, texts, reference, oracle):
         assert tokens or name in aborted, name
 
 
+@pytest.mark.parametrize("budget", [None, 16])
+def test_prompt_of_one_token_in_a_used_slot(hybrid, texts, reference, budget):
+    """Alone in its batch it looks like a decode, and must not take the slot's state."""
+    assert len(texts[0]) == 1
+    with hybrid(budget, max_num_seqs=1) as llm:
+        run = cpu.decode(llm, [texts[3], texts[0]], max_tokens=8)
+    assert run.tokens == [reference.tokens[3][:8], reference.tokens[0][:8]]
+
+
 def test_one_state_per_request(hybrid):
     """No state and no longer history for the drafts."""
     from vllm.v1.kv_cache_interface import MambaSpec
