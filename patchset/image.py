@@ -178,6 +178,8 @@ def build_command(
     arguments.update(text.split("=", 1) for text in args.build_arg)
     command = [builder, "build", "--file", str(context / "docker" / dockerfile)]
     command += ["--tag", tag]
+    if builder == "podman":  # its own format has no HEALTHCHECK
+        command += ["--format", "docker"]
     for name, value in arguments.items():
         command += ["--build-arg", f"{name}={value}"]
     if args.platform:

@@ -115,6 +115,7 @@ def test_options_reach_the_builder(project: Project, tools, tmp_path):
     assert code == 0
     words = _words(tools, "podman")
     assert f"id=cacerts,src={file}" in words
+    assert words[words.index("--format") + 1] == "docker"
     assert {"linux/arm64", "host", "t:1", "--no-cache", "--pull"} <= set(words)
     given = _arguments(words)
     assert given["BASE_IMAGE"] == "mine:1@sha256:ab"
