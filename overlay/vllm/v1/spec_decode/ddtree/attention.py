@@ -27,14 +27,14 @@ class TreeMask:
     Attributes:
         mask: [B, Q, Q] bool, row i may see row j; rows past the tree are unused.
         num_nodes: n per request, B integers; 0 means no tree, plain causal.
-        parents: [B, Q] int32, as in ``TreeBatch``.
+        parents: [B, Q] int32, as in ``TreeBatch``; only recurrent layers need them.
         layer_inputs: What the recurrent layers need again after the walk, by layer
             name and batch row.
     """
 
     mask: torch.Tensor
     num_nodes: list[int]
-    parents: torch.Tensor
+    parents: torch.Tensor | None = None
     layer_inputs: dict[str, dict[int, PendingTree]] = field(default_factory=dict)
 
 

@@ -240,6 +240,7 @@ def forward(
             output[before] = view.advance(slot, inputs.take(before)).to(output.dtype)
         rows = slice(root, end)
         own = inputs.take(rows)
+        assert tree.parents is not None
         parents = tree.parents[row, : nodes + 1]
         output[rows] = view.verify(slot, own, parents).to(output.dtype)
         pending[row] = PendingTree(slot, own)
