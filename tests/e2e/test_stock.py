@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -37,7 +38,8 @@ def stock_site(tmp_path_factory) -> Path:
     for source in [installed / "vllm", *installed.glob("vllm*.dist-info")]:
         shutil.copytree(source, site / source.name, copy_function=link_or_copy)
     done = subprocess.run(
-        [sys.executable, str(ROOT / "apply.py"), "uninstall", "--site", str(site)],
+        [sys.executable, str(ROOT / "apply.py"), "uninstall", "--site", str(site)]
+        + (["--release", os.environ["RELEASE"]] if os.environ.get("RELEASE") else []),
         capture_output=True,
         text=True,
         check=False,

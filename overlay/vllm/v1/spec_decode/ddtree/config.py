@@ -45,6 +45,7 @@ SUPPORTED_SAMPLING_FIELDS = frozenset(
         "spaces_between_special_tokens",
         "include_stop_str_in_output",
         "output_kind",
+        "stream_interval",  # from 0.27 on
         "skip_clone",
         "output_text_buffer_length",
         # Derived from the ones above by SamplingParams itself.
@@ -545,13 +546,16 @@ def verify_sampling_params(params: SamplingParams) -> None:
         params: The request's parameters after upstream's own checks.
 
     Raises:
-        ValueError: Names the parameter, its value and the remedy.
+        VLLMValidationError: Names the parameter, its value and the remedy. From 0.27 on
+            a server answers 400 to this class alone; in 0.26 it is a ValueError.
     """
+    from vllm.exceptions import VLLMValidationError
+
     found = _unsupported_param(params)
     if found is not None:
         name, value = found
         hint = " (beam search asks for them, too)" if name == "logprobs" else ""
-        raise ValueError(
+        raise VLLMValidationError(
             f"{name}={value!r} is not supported with tree speculative decoding "
             f"(tree_budget) yet{hint}; remove it from the request, or serve without "
             "tree_budget."
