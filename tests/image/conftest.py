@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the DDTree for vLLM project
 """Images that are built once, in an engine of their own where there is none.
 
-Without an engine the tests are skipped; DDTREE_REQUIRE_ENGINE=1, which the workflow sets,
-makes that a failure.
+Without an engine the tests are skipped; DDTREE_REQUIRE_ENGINE=1, which the workflow
+sets, makes that a failure.
 """
 
 from __future__ import annotations
