@@ -84,7 +84,7 @@ CASES = [(name, params) for name, several in REFUSED.items() for params in sever
 def test_every_sampling_parameter_is_served_or_refused():
     """A field that a new upstream release adds must be put into one of the tables."""
     from vllm import SamplingParams
-    from vllm.v1.spec_decode.ddtree.config import SUPPORTED_SAMPLING_FIELDS
+    from vllm.v1.spec_decode.ddtree.params import SUPPORTED_SAMPLING_FIELDS
 
     fields = set(SamplingParams.__struct_fields__)
     assert SUPPORTED_SAMPLING_FIELDS - fields <= {"stream_interval"}  # not in 0.26

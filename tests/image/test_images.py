@@ -202,7 +202,7 @@ def test_cuda_dockerfile_on_a_good_base(docker, build, stand_in):
     assert 0 < sizes[1] - sizes[0] < 20e6
     done = docker.docker("history", "--no-trunc", "ddtree-test-cuda")
     assert "ddtree-health" in done.stdout
-    # Nothing of the build is left, and a second build on the result is refused not.
+    # Nothing of the build is left.
     left = docker.docker(
         "run", "--rm", "--entrypoint", "sh", "ddtree-test-cuda", "-c",
         "ls -A /tmp /root/.cache 2>/dev/null; ls -ld /data",

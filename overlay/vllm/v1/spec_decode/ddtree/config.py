@@ -4,7 +4,7 @@
 
 ``normalize`` and ``resolve`` run inside ``SpeculativeConfig.__post_init__``,
 ``verify`` inside ``VllmConfig.__post_init__``, ``verify_sampling_params`` inside
-``SamplingParams.verify``. All raise ``ValueError`` naming the field, the value and
+``SamplingParams.verify`` (it stands in ``params``). All name the field, the value and
 the remedy; the server turns the last one into HTTP 400.
 """
 
@@ -16,48 +16,15 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from . import config_hybrid
+from .params import unsupported_param
+from .params import verify_sampling_params as verify_sampling_params  # for patch 0004
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
-    from vllm.sampling_params import SamplingParams
 
 MAX_TREE_BUDGET = 127
 TREE_POLICIES = ("best_first", "spine_first")
 LOGITS_PROCESSOR_GROUP = "vllm.logits_processors"
-
-# Sampling parameters that the tree path serves. A field of SamplingParams that is
-# in neither table is refused when set, so that a new upstream field cannot be
-# ignored in silence.
-SUPPORTED_SAMPLING_FIELDS = frozenset(
-    {
-        "n",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "max_tokens",
-        "detokenize",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "include_stop_str_in_output",
-        "output_kind",
-        "stream_interval",  # from 0.27 on
-        "skip_clone",
-        "output_text_buffer_length",
-        # Derived from the ones above by SamplingParams itself.
-        "_eos_token_id",
-        "_all_stop_token_ids",
-        "_bad_words_token_ids",
-        # Only says how logprobs are laid out; they are refused themselves.
-        "flat_logprobs",
-        "skip_reading_prefix_cache",
-    }
-)
-
 
 # Trees of this many requests fit a FULL CUDA graph by default.
 MAX_GRAPH_REQUESTS = 32
@@ -395,7 +362,7 @@ def _unsupported(config: VllmConfig) -> list[tuple[str, Any, str]]:
         f"{', '.join(plugins)} (installed as a plugin)",
         "uninstall the package that brings it",
     )
-    default = _unsupported_param(
+    default = unsupported_param(
         SamplingParams.from_optional(**model.get_diff_sampling_param())
     )
     refuse(
@@ -522,41 +489,3 @@ def verify(config: VllmConfig) -> None:
     config.attention_config.backend = AttentionBackendEnum.TREE_ATTN
     if v2:
         _set_capture_sizes(config)
-
-
-def _unsupported_param(params: SamplingParams) -> tuple[str, Any] | None:
-    """The first parameter that the tree sampler cannot serve, and its value."""
-    from vllm.sampling_params import SamplingParams
-
-    default = SamplingParams()
-    for name in SamplingParams.__struct_fields__:
-        if name in SUPPORTED_SAMPLING_FIELDS:
-            continue
-        value = getattr(params, name)
-        if value == getattr(default, name) or value in (None, [], {}):
-            continue
-        return name, value
-    return None
-
-
-def verify_sampling_params(params: SamplingParams) -> None:
-    """Refuse a request that the tree sampler cannot serve exactly.
-
-    Args:
-        params: The request's parameters after upstream's own checks.
-
-    Raises:
-        VLLMValidationError: Names the parameter, its value and the remedy. From 0.27 on
-            a server answers 400 to this class alone; in 0.26 it is a ValueError.
-    """
-    from vllm.exceptions import VLLMValidationError
-
-    found = _unsupported_param(params)
-    if found is not None:
-        name, value = found
-        hint = " (beam search asks for them, too)" if name == "logprobs" else ""
-        raise VLLMValidationError(
-            f"{name}={value!r} is not supported with tree speculative decoding "
-            f"(tree_budget) yet{hint}; remove it from the request, or serve without "
-            "tree_budget."
-        )

@@ -177,6 +177,39 @@ def tree_delta_rule(
     return out.transpose(0, 1)
 
 
+def chain_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gates, state: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Run rows one after the other, as the layer is defined.
+
+    Args:
+        q, k: [T, Hk, Dk], not normalised.
+        v: [T, Hv, Dv].
+        gate: Of the rows.
+        state: [Hv, Dv, Dk].
+
+    Returns:
+        Outputs [T, Hv, Dv] float32, and the state after each row, float32.
+    """
+    share = v.shape[1] // k.shape[1]
+    q = normalise(q).repeat_interleave(share, 1) * q.shape[-1] ** -0.5
+    k = normalise(k).repeat_interleave(share, 1)
+    v = v.float()
+    decay = gate.g.exp()[:, :, None, None]
+    beta = gate.beta[..., None]
+    state = state.float()
+    out = torch.empty(v.shape)
+    states = []
+    for row in range(len(v)):
+        state = state * decay[row]
+        key = k[row][:, None, :]
+        write = beta[row] * (v[row] - (state * key).sum(-1))
+        state = state + write[..., None] * key
+        out[row] = (state * q[row][:, None, :]).sum(-1)
+        states.append(state)
+    return out, states
+
+
 def commit_path(
     k: Tensor,
     v: Tensor,
@@ -196,15 +229,9 @@ def commit_path(
     Returns:
         [Hv, Dv, Dk] float32, the state after the path's last row.
     """
-    share = v.shape[1] // k.shape[1]
-    state = state.float().clone()
-    for row in path.tolist():
-        key = normalise(k[row]).repeat_interleave(share, 0)
-        state *= gate.g[row].exp()[:, None, None]
-        held = torch.einsum("hvk,hk->hv", state, key)
-        write = gate.beta[row][:, None] * (v[row].float() - held)
-        state += write[..., None] * key[:, None, :]
-    return state
+    path = path.long()
+    rows = Gates(gate.g[path], gate.beta[path])
+    return chain_delta_rule(k[path], k[path], v[path], rows, state)[1][-1]
 
 
 def commit_history(x: Tensor, history: Tensor, path: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from .gdn import (
     Gates,
+    chain_delta_rule,
     commit_history,
     gates,
-    normalise,
     split_heads,
     tree_conv,
     tree_delta_rule,
@@ -80,39 +80,6 @@ def handles(layer: QwenGatedDeltaNetAttention, dtype: torch.dtype) -> bool:
     spec = layer.speculative_config
     tree = spec is not None and spec.use_ddtree()
     return tree or dtype != torch.bfloat16
-
-
-def chain_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, gate: Gates, state: Tensor
-) -> tuple[Tensor, list[Tensor]]:
-    """Run rows one after the other, as the layer is defined.
-
-    Args:
-        q, k: [T, Hk, Dk], not normalised.
-        v: [T, Hv, Dv].
-        gate: Of the rows.
-        state: [Hv, Dv, Dk].
-
-    Returns:
-        Outputs [T, Hv, Dv] float32, and the state after each row, float32.
-    """
-    share = v.shape[1] // k.shape[1]
-    q = normalise(q).repeat_interleave(share, 1) * q.shape[-1] ** -0.5
-    k = normalise(k).repeat_interleave(share, 1)
-    v = v.float()
-    decay = gate.g.exp()[:, :, None, None]
-    beta = gate.beta[..., None]
-    state = state.float()
-    out = torch.empty(v.shape)
-    states = []
-    for row in range(len(v)):
-        state = state * decay[row]
-        key = k[row][:, None, :]
-        write = beta[row] * (v[row] - (state * key).sum(-1))
-        state = state + write[..., None] * key
-        out[row] = (state * q[row][:, None, :]).sum(-1)
-        states.append(state)
-    return out, states
 
 
 class _Layer:

@@ -85,7 +85,6 @@ def _attention_kernel(
     HAS_WINDOW: tl.constexpr,
     MERGE: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -125,20 +124,6 @@ def _attention_kernel(
         )
         depth = tl.where(is_tree, known, row)
 
-    if MERGE & EARLY:
-        has_context = live & (context_len > 0)
-        context_lse = tl.load(
-            context_lse_ptr + head * context_lse_head_stride + token,
-            mask=has_context,
-            other=float("-inf"),
-        )
-        context = tl.load(
-            context_out_ptr
-            + (token * context_stride + head * context_head_stride)[:, None]
-            + dim[None, :],
-            mask=has_context[:, None] & in_head[None, :],
-            other=0.0,
-        )
     m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -220,7 +205,7 @@ def _attention_kernel(
     some = total > 0
     lse = tl.where(some, m + tl.log(tl.where(some, total, 1.0)), float("-inf"))
     acc = acc / tl.where(some, total, 1.0)[:, None]
-    if MERGE & (not EARLY):
+    if MERGE:
         has_context = live & (context_len > 0)
         context_lse = tl.load(
             context_lse_ptr + head * context_lse_head_stride + token,
@@ -234,7 +219,6 @@ def _attention_kernel(
             mask=has_context[:, None] & in_head[None, :],
             other=0.0,
         )
-    if MERGE:
         top = tl.maximum(lse, context_lse)
         top = tl.where(top > float("-inf"), top, 0.0)
         mine = tl.exp(lse - top)
@@ -313,14 +297,13 @@ def _reduce_kernel(
 
 
 class Tiles(NamedTuple):
-    """Sizes of a launch; ``early``: load the context's result before the rows."""
+    """Sizes of a launch."""
 
     block_m: int
     block_n: int
     block_d: int
     num_warps: int
     num_stages: int
-    early: bool = False
 
 
 @functools.cache
@@ -349,7 +332,7 @@ def _tiles(query: torch.Tensor, lanes: int, merge: bool, programs: int = 1) -> T
         # Measured on sm_90: small programs until there are plenty of them.
         small = programs * triton.cdiv(lanes, 16)
         if small <= TARGET_PROGRAMS:
-            return Tiles(16, 64 if lanes > 96 else 32, block_d, 4, 1, True)
+            return Tiles(16, 64 if lanes > 96 else 32, block_d, 4, 1)
         if small <= 2 * TARGET_PROGRAMS:
             return Tiles(16, 32, block_d, 4, 1)
         return Tiles(64, 16 if wide else 32, block_d, 4, 1)
@@ -410,7 +393,6 @@ def _launch(
         HAS_WINDOW=window is not None,
         MERGE=context is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        EARLY=tiles.early,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_D=tiles.block_d,
