@@ -62,7 +62,13 @@ def case(rows: int, batch: int, tp: int, layers: int, report) -> None:
     ssm = rand(batch + 1, value_heads, SIZE, SIZE, kind=torch.float32)
     mixed = torch.empty_like(x)
     out = torch.empty(total, value_heads, SIZE, dtype=x.dtype, device=device)
-    scratch = gdn.GDNScratch(batch, rows, channels, value_heads, WIDTH, x.dtype, device)
+
+    def make_scratch():
+        return gdn.GDNScratch(
+            batch, total, channels, value_heads, WIDTH, x.dtype, device
+        )
+
+    scratch = make_scratch()
 
     def convolve():
         gdn.tree_conv(
@@ -84,7 +90,7 @@ def case(rows: int, batch: int, tp: int, layers: int, report) -> None:
     count = max(1, min(layers, 8))
     kept = [
         GDNLayer(
-            gdn.GDNScratch(batch, rows, channels, value_heads, WIDTH, x.dtype, device),
+            make_scratch(),
             conv.clone(),
             ssm.clone(),
             weight,
@@ -93,12 +99,14 @@ def case(rows: int, batch: int, tp: int, layers: int, report) -> None:
         )
         for _ in range(count)
     ]
-    mover = GDNCommitter([kept[i % count] for i in range(layers)], heads, rows, 15)
+    mover = GDNCommitter([kept[i % count] for i in range(layers)], heads, 15)
     tree.b_path.copy_(torch.arange(16, device=device).clamp(max=rows - 1))
     for accepted in (4, 16):
         tree.b_num_sampled.fill_(min(accepted, rows))
         time = timed(
-            lambda: mover.commit([table], tree.b_path, tree.b_num_sampled, batch)
+            lambda: mover.commit(
+                [table], tree.b_path, tree.b_num_sampled, starts, starts, batch
+            )
         )
         each = {name: round(value / layers, 2) for name, value in time.items()}
         report(f"tree: commit of {accepted} rows", where, each)

@@ -127,7 +127,7 @@ def forward(layer: Layer, batch: Batch):
     heads, value_heads, dk, dv = layer.dims
     tree, reqs = batch.tree, len(batch.blocks)
     scratch = kernels.GDNScratch(
-        reqs, tree.num_rows, layer.channels, value_heads, WIDTH, layer.x.dtype,
+        reqs, len(layer.x), layer.channels, value_heads, WIDTH, layer.x.dtype,
         layer.x.device,
     )  # fmt: skip
     mixed = torch.zeros(len(layer.x), layer.channels, dtype=layer.x.dtype).to(layer.x)
@@ -235,7 +235,6 @@ def test_forward_and_commit(
             for x, s in zip(layers, scratches, strict=True)
         ],
         dims[0],
-        budget + 1,
         positions,
     )
     unused = torch.zeros(reqs, 3, dtype=torch.int32, device=device)
@@ -243,6 +242,8 @@ def test_forward_and_commit(
         [unused, batch.indices],
         path.to(device),
         torch.tensor(counts, dtype=torch.int32, device=device),
+        batch.starts,
+        batch.starts,
         reqs,
     )
     for layer, (conv, ssm) in zip(layers, before, strict=True):
@@ -306,7 +307,7 @@ def test_golden(device, index):
     kept = GDNLayer(
         scratch, layer.conv_state, layer.ssm_state, layer.weight, layer.bias, 0
     )
-    committer = GDNCommitter([kept], layer.dims[0], batch.tree.num_rows, 31)
+    committer = GDNCommitter([kept], layer.dims[0], 31)
     path = torch.zeros(1, 32, dtype=torch.int32)
     count = len(get("path"))
     path[0, :count] = get("path")
@@ -314,6 +315,8 @@ def test_golden(device, index):
         [batch.indices],
         path.to(device),
         torch.tensor([count], dtype=torch.int32, device=device),
+        batch.starts,
+        batch.starts,
         1,
     )
     torch.testing.assert_close(
@@ -334,8 +337,41 @@ def test_rows_that_must_not_be_touched(device):
     assert out[:4].abs().sum() > 0
     assert out[4:].abs().sum() == 0
     assert mixed[4:].abs().sum() == 0
-    assert scratch.x[1:].abs().sum() == 0
-    assert scratch.gates[1:].abs().sum() == 0
+    # The tree's own history and rows alone.
+    assert scratch.x[: WIDTH - 1].abs().sum() > 0
+    assert scratch.x[WIDTH - 1 : scratch.first].abs().sum() == 0
+    assert scratch.x[scratch.first + 4 :].abs().sum() == 0
+    assert scratch.gates[4:].abs().sum() == 0
+
+
+def test_prompts_are_not_replayed_and_new_requests_start_at_zero(device):
+    """Fewer rows of logits than tokens: the state is the prefill's. ``reset``."""
+    gen = torch.Generator().manual_seed(SEED)
+    parents = [random_tree(gen, 3, 3), None, None]
+    batch = make_batch(device, 3, 3, parents, [4, 3, 1], [1, 2, 3])
+    layer = make_layer(gen, (1, 2, 16, 16), 8, 5, torch.float32, device)
+    scratch = forward(layer, batch)[2]
+    mover = GDNCommitter(
+        [
+            GDNLayer(
+                scratch, layer.conv_state, layer.ssm_state, layer.weight, layer.bias, 1
+            )
+        ],
+        1,
+        3,
+    )
+    before = layer.conv_state.clone(), layer.ssm_state.clone()
+    logits = torch.tensor([0, 4, 5, 6], dtype=torch.int32, device=device)
+    path = torch.zeros(3, 4, dtype=torch.int32, device=device)
+    ones = torch.ones(3, dtype=torch.int32, device=device)
+    mover.commit([batch.indices] * 2, path, ones, batch.starts, logits, 3)
+    for states, old in zip((layer.conv_state, layer.ssm_state), before, strict=True):
+        moved = [not torch.equal(states[i], old[i]) for i in range(5)]
+        assert moved == [False, True, False, True, False]
+    mover.reset(torch.tensor([4, 2], dtype=torch.int32, device=device))
+    for states, old in zip((layer.conv_state, layer.ssm_state), before, strict=True):
+        assert states[2].abs().sum() == 0
+        assert torch.equal(states[4], old[4])
 
 
 def test_identical_keys_do_not_cancel(device):
@@ -366,4 +402,4 @@ def test_layers_of_different_shapes(device):
             )
         )
     with pytest.raises(ValueError, match="2 kinds"):
-        GDNCommitter(made, 1, 4, 3)
+        GDNCommitter(made, 1, 3)

@@ -17,6 +17,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "tests" / "e2e"))  # for the hybrid pair
 
 ON_GPU = torch.cuda.is_available()
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"

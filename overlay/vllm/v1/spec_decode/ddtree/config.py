@@ -339,7 +339,7 @@ def _unsupported(config: VllmConfig) -> list[tuple[str, Any, str]]:
             f"{model.model} ({kind})",
             "use a dense full-attention decoder, or plain method='dflash'",
         )
-    found.extend(config_hybrid.unsupported(config, v2))
+    found.extend(config_hybrid.unsupported(config))
     refuse(
         model.enable_prompt_embeds, "enable_prompt_embeds", True, "send token prompts"
     )

@@ -64,12 +64,11 @@ def _text_only(model: ModelConfig) -> bool:
     return not any(limits.get_limit_per_prompt(name) for name in MODALITIES)
 
 
-def unsupported(config: VllmConfig, v2: bool) -> Iterator[tuple[str, Any, str]]:
+def unsupported(config: VllmConfig) -> Iterator[tuple[str, Any, str]]:
     """Every (field, value, remedy) that is refused because of the model's layers.
 
     Args:
         config: Engine configuration.
-        v2: Whether the V2 model runner serves it.
     """
     model = config.model_config
     served = serves_gated_delta(model)
@@ -79,7 +78,6 @@ def unsupported(config: VllmConfig, v2: bool) -> Iterator[tuple[str, Any, str]]:
             model.is_hybrid and not served,
             f"a hybrid with recurrent layers: {recurrent_layers(model.hf_text_config)}",
         ),
-        (served and v2, "a hybrid with recurrent layers, on the V2 runner"),
         (model.uses_mrope and not served, "one with M-RoPE positions"),
         (model.is_multimodal_model and not served, "multimodal"),
     ]

@@ -18,6 +18,7 @@ key and value heads, ``Dk`` and ``Dv`` their sizes. ``parents`` [T] has a row's 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,23 @@ from torch import Tensor
 from .tree import ancestor_mask
 
 NORM_EPSILON = 1e-6
+
+
+@dataclass(slots=True)
+class GDNTrees:
+    """Requests of a step on the V2 model runner, for its gated delta layers.
+
+    Attributes:
+        num_reqs: Rows of the tensors below, padding included.
+        query_start_loc: [num_reqs + 1] int32.
+        state_indices: [num_reqs] int32 of any stride, the slot of each state.
+        rest: [n] int64, tokens of the requests that upstream's kernels serve, or None.
+    """
+
+    num_reqs: int
+    query_start_loc: Tensor
+    state_indices: Tensor
+    rest: Tensor | None
 
 
 class Gates(NamedTuple):

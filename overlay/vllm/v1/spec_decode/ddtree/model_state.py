@@ -16,11 +16,15 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.spec_decode.ddtree import tree_state
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.spec_decode.ddtree import config_hybrid, gdn_v2, tree_state
 from vllm.v1.spec_decode.ddtree.gpu_sampler import DDTreeSampler
+from vllm.v1.spec_decode.ddtree.kernels.gdn_commit import GDNCommitter
 from vllm.v1.spec_decode.ddtree.kernels.kv_compact import KVCompactor
 from vllm.v1.spec_decode.ddtree.kernels.step import prepare_step, shift_positions
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -147,6 +151,85 @@ class DDTreeModelState(DDTreeModelStateMixin, DefaultModelState):
     """Trees over attention-only targets."""
 
 
+class DDTreeHybridModelState(DDTreeModelStateMixin, MambaHybridModelState):
+    """Trees over targets with gated delta layers.
+
+    Raises:
+        ValueError: A recurrent layer of another kind.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any) -> None:
+        super().__init__(vllm_config, *args)
+        layers = get_layers_from_vllm_config(vllm_config, MambaBase)
+        config_hybrid.verify_layers(layers)
+        self._gdn_layers: dict[str, Any] = layers
+        scheduler = vllm_config.scheduler_config
+        # Now, so that profiling sees it.
+        scratch = gdn_v2.make_scratch(
+            layers.values(),
+            scheduler.max_num_seqs,
+            min(
+                scheduler.max_num_seqs * self.tree.num_rows,
+                scheduler.max_num_batched_tokens,
+            ),
+            self.device,
+        )
+        self.tree.gdn_scratch = scratch
+        logger.info(
+            "Gated delta layers keep %.2f GiB of layer inputs for trees of %d rows in "
+            "up to %d requests; max_num_seqs bounds it.",
+            sum(s.num_bytes for s in scratch.values()) / (1 << 30),
+            self.tree.num_rows,
+            scheduler.max_num_seqs,
+        )
+        self._committer: GDNCommitter | None = None
+        self._new_block_ids: list[tuple[list[int], ...]] = []
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        """Have the states of a new or resumed request start at zero."""
+        super().add_request(req_index, new_req_data)
+        if new_req_data.num_computed_tokens == 0:
+            self._new_block_ids.append(new_req_data.block_ids)
+
+    def preprocess_state(
+        self,
+        input_batch: InputBatch,
+        block_tables: tuple[torch.Tensor, ...],
+        kv_cache_config: KVCacheConfig,
+        num_computed_tokens: torch.Tensor,
+    ) -> None:
+        """Also zero the states of new requests, before the forward pass."""
+        super().preprocess_state(
+            input_batch, block_tables, kv_cache_config, num_computed_tokens
+        )
+        if self._committer is None:
+            self._committer = gdn_v2.make_committer(
+                self._gdn_layers,
+                self.tree.gdn_scratch,
+                kv_cache_config,
+                self.tree.num_positions,
+            )
+        for block_ids in self._new_block_ids:
+            first = [ids[0] if ids else 0 for ids in block_ids]
+            indices = torch.tensor(first, dtype=torch.int32)
+            self._committer.reset(async_tensor_h2d(indices, device=self.device))
+        self._new_block_ids.clear()
+
+    def _commit(
+        self, input_batch: InputBatch, block_tables: tuple[torch.Tensor, ...]
+    ) -> None:
+        super()._commit(input_batch, block_tables)
+        assert self._committer is not None
+        self._committer.commit(
+            block_tables,
+            self.tree.b_path,
+            self.tree.b_num_sampled,
+            input_batch.query_start_loc,
+            input_batch.cu_num_logits,
+            input_batch.num_reqs,
+        )
+
+
 def init_ddtree_model_state(
     vllm_config: VllmConfig,
     model: torch.nn.Module,
@@ -172,4 +255,6 @@ def init_ddtree_model_state(
             f"model={vllm_config.model_config.model!r} has a model state of its own, "
             "which tree_budget does not support; remove tree_budget."
         )
-    return DDTreeModelState(vllm_config, model, encoder_cache, device)
+    hybrid = vllm_config.model_config.is_hybrid
+    kind = DDTreeHybridModelState if hybrid else DDTreeModelState
+    return kind(vllm_config, model, encoder_cache, device)

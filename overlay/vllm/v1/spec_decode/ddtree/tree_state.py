@@ -24,6 +24,8 @@ from .tree import WORD_BITS
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from .kernels.gdn import GDNScratch
+
 _current: TreeState | None = None
 
 
@@ -44,6 +46,7 @@ class TreeState:
         d_parents, d_depths: Drafted, [R, Q] int32.
         d_num_nodes: Drafted, [R] int32.
         draft_layers: Names of the drafter's attention layers.
+        gdn_scratch: What gated delta layers keep for the commit, by layer.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class TreeState:
         self.d_depths = ints(*rows)
         self.d_num_nodes = ints(max_num_reqs)
         self.draft_layers: frozenset[str] = frozenset()
+        self.gdn_scratch: dict[str, GDNScratch] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -86,7 +90,7 @@ class TreeState:
 
     def reset(self, slot: int) -> None:
         """Forget the tree of a slot that a new or resumed request takes."""
-        self.num_nodes[slot] = 0
+        self.num_nodes[slot].fill_(0)
 
 
 def create(vllm_config: VllmConfig, device: torch.device) -> TreeState:

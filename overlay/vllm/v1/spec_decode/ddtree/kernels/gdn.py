@@ -21,27 +21,42 @@ BLOCK_KEY = 64
 class GDNScratch:
     """Inputs of one layer's rows, kept from the forward pass to the commit.
 
+    Args:
+        max_num_reqs: R, most requests of a batch.
+        max_num_tokens: T, most tokens of the requests that have at most Q rows.
+        channels, value_heads, width: C, Hv and W.
+        dtype: The model's.
+        device: The model's.
+
     Attributes:
-        x: [R, W - 1 + Q, C], the convolution's history, then the rows; model dtype.
-        gates: [R, Q, 2, Hv] float32, log decay and write strength.
+        x: [R (W - 1) + T, C], the convolution's histories of all requests, oldest row
+            first, then the rows in the order of the batch.
+        first: R (W - 1), the batch's first row in ``x``.
+        gates: [T, 2, Hv] float32, log decay and write strength.
     """
 
     def __init__(
         self,
         max_num_reqs: int,
-        num_rows: int,
+        max_num_tokens: int,
         channels: int,
         value_heads: int,
         width: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.first = max_num_reqs * (width - 1)
         self.x = torch.zeros(
-            max_num_reqs, width - 1 + num_rows, channels, dtype=dtype, device=device
+            self.first + max_num_tokens, channels, dtype=dtype, device=device
         )
         self.gates = torch.zeros(
-            max_num_reqs, num_rows, 2, value_heads, device=device, dtype=torch.float32
+            max_num_tokens, 2, value_heads, device=device, dtype=torch.float32
         )
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of both buffers."""
+        return sum(b.numel() * b.element_size() for b in (self.x, self.gates))
 
 
 @triton.jit
@@ -59,7 +74,7 @@ def _conv_kernel(
     x_stride,
     out_stride,
     scratch_stride,
-    scratch_row_stride,
+    scratch_first,
     state_stride,
     state_channel_stride,
     state_slot_stride,
@@ -84,14 +99,15 @@ def _conv_kernel(
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = channel < channels
     history = state_ptr + index * state_stride + channel * state_channel_stride
-    kept = scratch_ptr + req * scratch_stride + channel
+    kept = scratch_ptr + channel
 
     own = tl.load(x_ptr + (start + row) * x_stride + channel, mask=inside, other=0.0)
-    tl.store(kept + (WIDTH - 1 + row) * scratch_row_stride, own, mask=inside)
+    tl.store(kept + (scratch_first + start + row) * scratch_stride, own, mask=inside)
     if row == 0:
         for slot in tl.static_range(WIDTH - 1):
             old = tl.load(history + slot * state_slot_stride, mask=inside, other=0.0)
-            tl.store(kept + slot * scratch_row_stride, old, mask=inside)
+            place = req * (WIDTH - 1) + slot
+            tl.store(kept + place * scratch_stride, old, mask=inside)
 
     weight = weight_ptr + channel * weight_stride
     tap = tl.load(weight + WIDTH - 1, mask=inside, other=0.0).to(tl.float32)
@@ -187,7 +203,7 @@ def _delta_kernel(
     beta = tl.load(b_ptr + token * b_stride + head, mask=live, other=0.0)
     beta = tl.sigmoid(beta.to(tl.float32))
     if tl.program_id(2) == 0:
-        kept = gates_ptr + (req * num_rows + row) * 2 * VALUE_HEADS + head
+        kept = gates_ptr + token * 2 * VALUE_HEADS + head
         tl.store(kept, g, mask=live)
         tl.store(kept + VALUE_HEADS, beta, mask=live)
 
@@ -317,7 +333,7 @@ def tree_conv(
         x.stride(0),
         out.stride(0),
         scratch.x.stride(0),
-        scratch.x.stride(1),
+        scratch.first,
         *conv_state.stride(),
         state_indices.stride(0),
         weight.stride(0),

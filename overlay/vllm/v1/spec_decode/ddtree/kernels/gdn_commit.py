@@ -40,16 +40,16 @@ class GDNLayer:
 
 
 @triton.jit
-def _channels(rows_ptr, taps_ptr, bias_ptr, row_stride, channel, mask, at, path_ptr,
-              weight_stride, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
+def _channels(x_ptr, taps_ptr, bias_ptr, row_stride, first, old, channel, mask, at,
+              path_ptr, weight_stride, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
               SILU: tl.constexpr):  # fmt: skip
     """The convolution of some channels at the path's row number ``at``; float32."""
     total = tl.zeros(channel.shape, dtype=tl.float32)
     for back in tl.static_range(WIDTH):
         position = at - back
         row = tl.load(path_ptr + tl.maximum(position, 0))
-        slot = tl.where(position >= 0, WIDTH - 1 + row, WIDTH - 1 + position)
-        value = tl.load(rows_ptr + slot * row_stride + channel, mask=mask, other=0.0)
+        place = tl.where(position >= 0, first + row, old + position)
+        value = tl.load(x_ptr + place * row_stride + channel, mask=mask, other=0.0)
         tap = tl.load(
             taps_ptr + channel * weight_stride + (WIDTH - 1 - back),
             mask=mask,
@@ -61,7 +61,7 @@ def _channels(rows_ptr, taps_ptr, bias_ptr, row_stride, channel, mask, at, path_
     if SILU:
         total = total / (1.0 + tl.exp(-total))
     # The forward pass stored its result in the model's dtype.
-    return total.to(rows_ptr.dtype.element_ty).to(tl.float32)
+    return total.to(x_ptr.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -70,8 +70,9 @@ def _commit_kernel(
     table_ptr,
     path_ptr,
     num_sampled_ptr,
+    query_start_loc_ptr,
+    cu_num_logits_ptr,
     path_len,
-    num_rows,
     qk_chunk,
     NUM_FIELDS: tl.constexpr,
     X_DTYPE: tl.constexpr,
@@ -98,15 +99,20 @@ def _commit_kernel(
     group = tl.load(fields + 13)
     table = tl.load(table_ptr + 2 * group).to(tl.pointer_type(tl.int32))
     index = tl.load(table + req * tl.load(table_ptr + 2 * group + 1)).to(tl.int64)
-    # Requests that were not walked moved their state in the forward pass.
-    if (count == 0) | (index <= 0):
+    start = tl.load(query_start_loc_ptr + req).to(tl.int64)
+    length = tl.load(query_start_loc_ptr + req + 1) - start
+    logits = tl.load(cu_num_logits_ptr + req + 1) - tl.load(cu_num_logits_ptr + req)
+    # A prompt's rows have no logits but the last, and moved the state themselves.
+    if (count == 0) | (length != logits) | (index <= 0):
         return
 
-    rows = tl.load(fields).to(tl.pointer_type(X_DTYPE))
-    rows += req * tl.load(fields + 1)
-    row_stride = tl.load(fields + 2)
+    x = tl.load(fields).to(tl.pointer_type(X_DTYPE))
+    row_stride = tl.load(fields + 1)
+    # In the scratch: the path's row 0, and the row after the history's newest.
+    first = tl.load(fields + 2) + start
+    old = (req + 1) * (WIDTH - 1)
     gates = tl.load(fields + 3).to(tl.pointer_type(tl.float32))
-    gates += req * num_rows * 2 * VALUE_HEADS + head
+    gates += start * 2 * VALUE_HEADS + head
     conv = tl.load(fields + 4).to(tl.pointer_type(CONV_DTYPE))
     conv += index * tl.load(fields + 5)
     conv_channel = tl.load(fields + 6)
@@ -127,10 +133,10 @@ def _commit_kernel(
     value_channel = 2 * KEY_HEADS * KEY_SIZE + head * VALUE_SIZE + value
     for at in range(0, count):
         row = tl.load(path + at)
-        k = _channels(rows, taps, bias, row_stride, key_channel, in_key, at, path,
-                      weight_stride, WIDTH, HAS_BIAS, SILU)  # fmt: skip
-        v = _channels(rows, taps, bias, row_stride, value_channel, in_value, at, path,
-                      weight_stride, WIDTH, HAS_BIAS, SILU)  # fmt: skip
+        k = _channels(x, taps, bias, row_stride, first, old, key_channel, in_key, at,
+                      path, weight_stride, WIDTH, HAS_BIAS, SILU)  # fmt: skip
+        v = _channels(x, taps, bias, row_stride, first, old, value_channel, in_value,
+                      at, path, weight_stride, WIDTH, HAS_BIAS, SILU)  # fmt: skip
         k = k / tl.sqrt(tl.sum(tl.where(in_key, k * k, 0.0), axis=0) + NORM_EPSILON)
         k = tl.where(in_key, k, 0.0)
         g = tl.load(gates + row * 2 * VALUE_HEADS)
@@ -147,13 +153,40 @@ def _commit_kernel(
     for slot in tl.static_range(WIDTH - 1):
         position = count - (WIDTH - 1) + slot
         row = tl.load(path + tl.maximum(position, 0))
-        kept = tl.where(position >= 0, WIDTH - 1 + row, WIDTH - 1 + position)
-        new = tl.load(rows + kept * row_stride + value_channel, mask=in_value, other=0)
+        kept = tl.where(position >= 0, first + row, old + position)
+        new = tl.load(x + kept * row_stride + value_channel, mask=in_value, other=0)
         where = conv + value_channel * conv_channel + slot * conv_slot
         tl.store(where, new.to(CONV_DTYPE), mask=in_value)
-        new = tl.load(rows + kept * row_stride + other, mask=in_other, other=0)
+        new = tl.load(x + kept * row_stride + other, mask=in_other, other=0)
         where = conv + other * conv_channel + slot * conv_slot
         tl.store(where, new.to(CONV_DTYPE), mask=in_other)
+
+
+@triton.jit
+def _reset_kernel(
+    layer_ptr,
+    index_ptr,
+    channels,
+    state_size,
+    NUM_FIELDS: tl.constexpr,
+    CONV_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    fields = layer_ptr + tl.program_id(0) * NUM_FIELDS
+    index = tl.load(index_ptr + tl.load(fields + 13)).to(tl.int64)
+    if index <= 0:
+        return
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    state = tl.load(fields + 8).to(tl.pointer_type(STATE_DTYPE))
+    state += index * tl.load(fields + 9) + at
+    tl.store(state, tl.zeros([BLOCK], dtype=STATE_DTYPE), mask=at < state_size)
+    conv = tl.load(fields + 4).to(tl.pointer_type(CONV_DTYPE))
+    conv += index * tl.load(fields + 5)
+    for slot in tl.static_range(WIDTH - 1):
+        where = conv + at * tl.load(fields + 6) + slot * tl.load(fields + 7)
+        tl.store(where, tl.zeros([BLOCK], dtype=CONV_DTYPE), mask=at < channels)
 
 
 _TRITON_DTYPES = {
@@ -169,7 +202,6 @@ class GDNCommitter:
     Args:
         layers: At least one, all of the same shapes and dtypes.
         key_heads: Hk.
-        num_rows: Q, rows of a tree.
         num_positions: L; a path has at most L + 1 rows.
         silu: Whether SiLU comes after the convolution.
 
@@ -183,7 +215,6 @@ class GDNCommitter:
         self,
         layers: list[GDNLayer],
         key_heads: int,
-        num_rows: int,
         num_positions: int,
         silu: bool = True,
     ) -> None:
@@ -209,7 +240,6 @@ class GDNCommitter:
         self.first = layers[0]
         self.num_layers = len(layers)
         self.key_heads = key_heads
-        self.num_rows = num_rows
         self.path_len = num_positions + 1
         self.silu = silu
         self.device = self.first.ssm_state.device
@@ -224,7 +254,7 @@ class GDNCommitter:
         return [
             layer.scratch.x.data_ptr(),
             layer.scratch.x.stride(0),
-            layer.scratch.x.stride(1),
+            layer.scratch.first,
             layer.scratch.gates.data_ptr(),
             layer.conv_state.data_ptr(),
             *layer.conv_state.stride(),
@@ -241,9 +271,14 @@ class GDNCommitter:
         block_tables,
         path: torch.Tensor,
         num_sampled: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        cu_num_logits: torch.Tensor,
         num_reqs: int,
     ) -> None:
         """Advance the states of the walked requests in all layers.
+
+        A request with more tokens than rows of logits is a prompt, which moved its
+        states in the forward pass; it is left alone.
 
         Args:
             block_tables: Per KV-cache group, [>= num_reqs, >= 1] int32; the first
@@ -251,6 +286,8 @@ class GDNCommitter:
             path: [>= num_reqs, L + 1] int32, accepted rows, root first.
             num_sampled: [>= num_reqs] int32, rows of the path; 0 where nothing was
                 walked.
+            query_start_loc: [>= num_reqs + 1] int32, first token of each request.
+            cu_num_logits: [>= num_reqs + 1] int32, first row of logits of each.
             num_reqs: Requests in the batch.
         """
         key = tuple((t.data_ptr(), t.stride(0)) for t in block_tables)
@@ -268,8 +305,9 @@ class GDNCommitter:
             self._tables,
             path,
             num_sampled,
+            query_start_loc,
+            cu_num_logits,
             self.path_len,
-            self.num_rows,
             chunk,
             NUM_FIELDS=self.NUM_FIELDS,
             X_DTYPE=_TRITON_DTYPES[first.scratch.x.dtype],
@@ -286,5 +324,31 @@ class GDNCommitter:
             BLOCK_K=triton.next_power_of_2(key_size),
             BLOCK_V=block_v,
             BLOCK_C=triton.next_power_of_2(chunk),
+            num_warps=4,
+        )
+
+    def reset(self, indices: torch.Tensor) -> None:
+        """Zero a new request's states in all layers.
+
+        Upstream does so in the prefill, but takes a prompt's first chunk of one token
+        for a decode, which reads what the slot's last request left.
+
+        Args:
+            indices: Per KV-cache group, [groups] int32, the index of the state.
+        """
+        first = self.first
+        channels = first.conv_state.shape[1]
+        size = first.ssm_state[0].numel()
+        block = 1024
+        _reset_kernel[(self.num_layers, triton.cdiv(max(size, channels), block))](
+            self.layers,
+            indices,
+            channels,
+            size,
+            NUM_FIELDS=self.NUM_FIELDS,
+            CONV_DTYPE=_TRITON_DTYPES[first.conv_state.dtype],
+            STATE_DTYPE=_TRITON_DTYPES[first.ssm_state.dtype],
+            WIDTH=first.weight.shape[1],
+            BLOCK=block,
             num_warps=4,
         )
