@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from .hybrid import HybridTarget, make_target
 from .model import Drafter, Target, block_embeddings
 from .presets import Preset
 from .simulate import generate
@@ -135,7 +136,7 @@ def _windows(
 
 
 def _block_loss(
-    target: Target,
+    target: Target | HybridTarget,
     drafter: Drafter,
     ids: Tensor,
     features: Tensor,
@@ -173,7 +174,7 @@ def train_target(
     seed: int,
     compiled: bool,
     seconds: float | None,
-) -> tuple[Target, Drafter, float, int]:
+) -> tuple[Target | HybridTarget, Drafter, float, int]:
     """Train the target on text, and with it a first drafter on blocks of that text.
 
     The drafter's loss, times ``joint_weight``, also reaches the target, whose states so
@@ -192,7 +193,7 @@ def train_target(
     """
     torch.manual_seed(seed)
     device = stream.device
-    target, drafter = Target(p).to(device), Drafter(p).to(device)
+    target, drafter = make_target(p).to(device), Drafter(p).to(device)
     generator = torch.Generator(device).manual_seed(seed + 1)
     begin = torch.full((p.target_batch, 1), 8, device=device)
 
@@ -218,7 +219,9 @@ def train_target(
 
 
 @torch.no_grad()
-def stream_loss(model: Target, stream: Tensor, limit: int = 262144) -> float:
+def stream_loss(
+    model: Target | HybridTarget, stream: Tensor, limit: int = 262144
+) -> float:
     """Mean next-token loss (nats) over a token stream, in float32."""
     length = min(model.p.target_length, len(stream) - 1)
     losses = []
@@ -232,7 +235,7 @@ def stream_loss(model: Target, stream: Tensor, limit: int = 262144) -> float:
 
 
 def write_drafter_data(
-    p: Preset, target: Target, stream: Tensor, seed: int
+    p: Preset, target: Target | HybridTarget, stream: Tensor, seed: int
 ) -> tuple[Tensor, Tensor]:
     """Let the target continue prompts from the training text.
 
@@ -267,7 +270,7 @@ def write_drafter_data(
 
 def train_drafter(
     p: Preset,
-    target: Target,
+    target: Target | HybridTarget,
     drafter: Drafter | None,
     texts: Tensor,
     prompt_lengths: Tensor,
