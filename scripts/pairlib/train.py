@@ -46,6 +46,27 @@ def _autocast(device: torch.device):
     return contextlib.nullcontext()
 
 
+def _compile(loss: Callable, p: Preset, device: torch.device) -> Callable:
+    """Compile a function of a batch that ``_fit`` calls under autocast."""
+    if not p.linear_key_heads:
+        return torch.compile(loss)
+
+    # A backward that is traced takes on the autocast around the compiled function.
+    # The delta rule's gradients would so be bfloat16, while eager ones are float32;
+    # inside the function autocast ends with the forward.
+    def cast(*batch: Tensor) -> Tensor:
+        with _autocast(device):
+            return loss(*batch)
+
+    run = torch.compile(cast)
+
+    def without(*batch: Tensor) -> Tensor:
+        with torch.autocast(device.type, enabled=False):
+            return run(*batch)
+
+    return without
+
+
 def _fit(
     label: str,
     model: nn.Module,
@@ -204,7 +225,7 @@ def train_target(
         blocks = _block_loss(target, drafter, ids, features, starts, mask_id)
         return loss + p.joint_weight * blocks
 
-    run = torch.compile(batch_loss) if compiled else batch_loss
+    run = _compile(batch_loss, p, device) if compiled else batch_loss
 
     def loss_of() -> Tensor:
         ids = _windows(stream, p.target_batch, p.target_length + 1, generator)
@@ -308,7 +329,7 @@ def train_drafter(
             features = reader(ids)[1]
         return _block_loss(target, drafter, ids, features, starts, mask_id)
 
-    run = torch.compile(batch_loss) if compiled else batch_loss
+    run = _compile(batch_loss, p, device) if compiled else batch_loss
 
     def loss_of() -> Tensor:
         chosen = torch.randint(

@@ -23,6 +23,7 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 import train_pair  # noqa: E402
 from pairlib import export, hybrid, simulate  # noqa: E402
+from pairlib import train as train_stages  # noqa: E402
 from pairlib.presets import PRESETS  # noqa: E402
 
 SMOKE = PRESETS["smoke-hybrid"]
@@ -155,6 +156,30 @@ def test_autocast_leaves_the_rule_in_float32():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast, _ = hybrid.chunk_delta_rule(**x, state=None)
     assert torch.equal(plain, cast)
+
+
+def test_a_compiled_loss_has_float32_gradients(monkeypatch):
+    """As the eager one has, whose backward is outside of autocast."""
+    x = rule_inputs(1, 70)
+    x = {name: t.requires_grad_(True) for name, t in x.items()}
+
+    def bfloat16(device):
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def loss(*values):
+        return hybrid.chunk_delta_rule(*values, None)[0].square().sum()
+
+    def gradients(function):
+        with bfloat16(None):
+            total = function(*x.values())
+        return torch.autograd.grad(total, list(x.values()))
+
+    compiler = torch.compile
+    monkeypatch.setattr(train_stages, "_autocast", bfloat16)
+    monkeypatch.setattr(torch, "compile", lambda f: compiler(f, backend="aot_eager"))
+    compiled = train_stages._compile(loss, SMOKE, torch.device("cpu"))
+    for got, want in zip(gradients(compiled), gradients(loss), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()
