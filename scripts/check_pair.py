@@ -29,12 +29,18 @@ from pairlib.presets import PRESETS
 from pairlib.simulate import chain_acceptance
 
 
-def run_vllm(pair: Path, prompts: list[list[int]], tokens: int) -> dict:
+def run_vllm(pair: Path, prompts: list[list[int]], tokens: int, hybrid: bool) -> dict:
     """Decode with vLLM's own DFlash; return texts (token ids) and counters."""
     from vllm import LLM, SamplingParams
 
     config = json.loads((pair / "drafter" / "config.json").read_text())
+    # Hybrid targets are of a multimodal class, and have no weights for images.
+    text_only = {
+        "enable_prefix_caching": False,
+        "limit_mm_per_prompt": {"image": 0, "video": 0},
+    }
     llm = LLM(
+        **(text_only if hybrid else {}),
         model=str(pair / "target"),
         dtype="float32",
         enforce_eager=True,
@@ -101,7 +107,7 @@ def main() -> int:
         "accepted": sum(simulated.tokens) - steps,
         "by_depth": [round(share * steps) for share in simulated.by_depth],
     }
-    seen = run_vllm(args.pair, prompts, args.tokens)
+    seen = run_vllm(args.pair, prompts, args.tokens, preset.linear_key_heads > 0)
     different = [key for key in expected if expected[key] != seen[key]]
     same = sum(a == b for a, b in zip(expected["text"], seen["text"], strict=True))
     print(f"texts equal: {same} of {len(prompts)}")

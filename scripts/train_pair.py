@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the DDTree for vLLM project
-"""Train a small Qwen3 target and a DFlash drafter for it, from Python's own sources.
+"""Train a small Qwen3 or Qwen3.5 target and its DFlash drafter on Python's sources.
 
 Needs torch, tokenizers, safetensors and tqdm. Exit codes: 0 done, 1 a check of the
 result failed, 2 could not run (usage, corpus, device).

@@ -10,7 +10,7 @@ from .export import dump_json
 from .presets import Preset
 
 _CARD = """\
-# {name}: a Qwen3 target and its DFlash drafter
+# {name}: a {family} target and its DFlash drafter
 
 A test and demo pair for speculative decoding. The target writes text that looks like
 Python's standard library and is of no other use.
@@ -42,7 +42,7 @@ KV heads of size {head_dim}, vocabulary {vocab_size} (byte-level BPE), tied embe
 RoPE theta {rope_theta:g}, {max_positions} positions. Block size {block_size}, so
 L = {draft_length}; the drafter reads the residual stream after target layers
 {layer_ids} (from 0). Weights are bfloat16. The target was rounded before the drafter's
-last training; all figures below are of the rounded weights, in float32.
+last training; all figures below are of the rounded weights, in float32.{hybrid}
 
 All drafter layers share one key norm weight: the CPU kernels of vLLM 0.26.0 apply the
 first layer's to the context keys of every layer.
@@ -99,6 +99,18 @@ def _acceptance(p: Preset, runs: dict) -> str:
     return "\n".join(f"| {a} | {b} | {c} |" for a, b, c in rows)
 
 
+def _hybrid(p: Preset) -> str:
+    """Say which target layers are gated delta layers; nothing of a dense target."""
+    if not p.linear_key_heads:
+        return ""
+    return (
+        f"\n\nOf every {p.full_attention_interval} target layers the last is full "
+        "attention, the others are gated delta layers:\n"
+        f"{p.linear_key_heads} key heads of size {p.linear_key_dim} and "
+        f"{p.linear_value_heads} value heads of size {p.linear_value_dim}."
+    )
+
+
 def _runs(facts: dict) -> str:
     """Describe the run, after the runs that it continued."""
     text = ""
@@ -127,6 +139,8 @@ def write_card(root: Path, p: Preset, facts: dict) -> None:
         "corpus_sha256": corpus["sha256"],
         "layer_ids": ", ".join(str(i) for i in p.target_layer_ids),
         "draft_length": p.draft_length,
+        "family": "Qwen3.5" if p.linear_key_heads else "Qwen3",
+        "hybrid": _hybrid(p),
         "acceptance": _acceptance(p, facts["acceptance"]),
         "runs": _runs(facts),
         "target_sha256": facts["weights_sha256"]["target"],

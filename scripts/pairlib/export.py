@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from .corpus import EOS, MASK, write_jsonl
+from .hybrid import HybridTarget, layer_types, make_target, target_config
 from .model import Drafter, Target, parameters_of, share_key_norms
 from .presets import Preset
 
@@ -56,6 +57,11 @@ def _qwen3_config(p: Preset, layers: int, eos: int) -> dict:
     }
 
 
+def _target_prefix(p: Preset) -> str:
+    """What the file puts before a target's weight names."""
+    return "model.language_model." if p.linear_key_heads else "model."
+
+
 def dump_json(path: Path, value: dict) -> None:
     """Write indented JSON."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
@@ -71,18 +77,19 @@ def _save_weights(folder: Path, module: torch.nn.Module, prefix: str) -> None:
     path.chmod(0o644)
 
 
-def save_target(root: Path, p: Preset, target: Target, tokenizer: Tokenizer) -> None:
-    """Write ``Qwen3ForCausalLM`` and its tokenizer into ``root/target``."""
+def save_target(
+    root: Path, p: Preset, target: Target | HybridTarget, tokenizer: Tokenizer
+) -> None:
+    """Write the target, dense or hybrid, and its tokenizer into ``root/target``."""
     folder = root / "target"
     folder.mkdir(parents=True, exist_ok=True)
     eos = tokenizer.token_to_id(EOS)
-    dump_json(
-        folder / "config.json",
-        {
-            "architectures": ["Qwen3ForCausalLM"],
-            **_qwen3_config(p, p.target_layers, eos),
-        },
-    )
+    config = _qwen3_config(p, p.target_layers, eos)
+    if p.linear_key_heads:
+        config = target_config(p, config)
+    else:
+        config = {"architectures": ["Qwen3ForCausalLM"], **config}
+    dump_json(folder / "config.json", config)
     dump_json(
         folder / "generation_config.json", {"eos_token_id": eos, "pad_token_id": eos}
     )
@@ -100,7 +107,7 @@ def save_target(root: Path, p: Preset, target: Target, tokenizer: Tokenizer) -> 
         },
     )
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    _save_weights(folder, target, "model.")
+    _save_weights(folder, target, _target_prefix(p))
 
 
 def save_drafter(root: Path, p: Preset, drafter: Drafter, tokenizer: Tokenizer) -> None:
@@ -122,7 +129,7 @@ def save_drafter(root: Path, p: Preset, drafter: Drafter, tokenizer: Tokenizer) 
 
 def load_pair(
     root: Path, p: Preset, sample: list[int] | None = None
-) -> tuple[Target, Drafter | None, Tokenizer]:
+) -> tuple[Target | HybridTarget, Drafter | None, Tokenizer]:
     """Read a pair back as float32 models; the drafter is None where it is missing.
 
     Args:
@@ -137,7 +144,7 @@ def load_pair(
     tokenizer_path = root / "target" / "tokenizer.json"
     if not tokenizer_path.exists():
         raise CheckFailed(f"{tokenizer_path} is missing: name a folder with a target")
-    target = _read(root / "target", Target(p), "model.")
+    target = _read(root / "target", make_target(p), _target_prefix(p))
     drafter = None
     if (root / "drafter" / "model.safetensors").exists():
         features = None
@@ -174,8 +181,9 @@ def _read(folder: Path, model, prefix: str, features: torch.Tensor | None = None
 def preset_of(root: Path, base: Preset) -> Preset:
     """Shapes of a saved pair from its config files, the rest from ``base``."""
     target = json.loads((root / "target" / "config.json").read_text())
+    target = target.get("text_config", target)
     drafter = json.loads((root / "drafter" / "config.json").read_text())
-    return replace(
+    found = replace(
         base,
         name=root.name,
         vocab_size=target["vocab_size"],
@@ -188,10 +196,23 @@ def preset_of(root: Path, base: Preset) -> Preset:
         drafter_layers=drafter["num_hidden_layers"],
         target_layer_ids=tuple(drafter["dflash_config"]["target_layer_ids"]),
         block_size=drafter["block_size"],
-        rope_theta=target["rope_theta"],
+        rope_theta=target["rope_parameters"]["rope_theta"],
         rms_norm_eps=target["rms_norm_eps"],
         max_positions=target["max_position_embeddings"],
+        linear_key_heads=target.get("linear_num_key_heads", 0),
+        linear_value_heads=target.get("linear_num_value_heads", 0),
+        linear_key_dim=target.get("linear_key_head_dim", 0),
+        linear_value_dim=target.get("linear_value_head_dim", 0),
+        full_attention_interval=target.get(
+            "full_attention_interval", base.full_attention_interval
+        ),
     )
+    if found.linear_key_heads and target["layer_types"] != layer_types(found):
+        raise CheckFailed(
+            f"{root}/target/config.json: layer_types does not repeat every "
+            f"{found.full_attention_interval} layers: no preset describes that"
+        )
+    return found
 
 
 def folder_size(root: Path) -> int:
@@ -199,7 +220,9 @@ def folder_size(root: Path) -> int:
     return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
 
 
-def check_pair(root: Path, p: Preset, target: Target, drafter: Drafter) -> None:
+def check_pair(
+    root: Path, p: Preset, target: Target | HybridTarget, drafter: Drafter
+) -> None:
     """Read the files back and compare them with the models in memory.
 
     Raises:
@@ -226,7 +249,7 @@ def sha256_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def describe_sizes(target: Target, drafter: Drafter) -> dict:
+def describe_sizes(target: Target | HybridTarget, drafter: Drafter) -> dict:
     """Parameter counts for the card."""
     return {
         "target_parameters": parameters_of(target),

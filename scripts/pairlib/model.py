@@ -31,6 +31,31 @@ def apply_rope(x: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Grouped-query attention.
+
+    Args:
+        q: ``[B, H, T, D]``.
+        k: ``[B, Hkv, S, D]``.
+        v: like k; its type is that of the products.
+        mask: true where a query row sees a key; None means causal.
+
+    Returns:
+        ``[B, T, H * D]``.
+    """
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    groups = q.shape[1] // k.shape[1]
+    if q.shape[2] == 1:
+        # One row sees every key, so the heads of a group can be the query rows.
+        q = q.unflatten(1, (-1, groups)).flatten(2, 3)
+        return F.scaled_dot_product_attention(q, k, v).flatten(1)[:, None]
+    k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None
+    )
+    return out.transpose(1, 2).flatten(2)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with per-head RMS norms on queries and keys."""
 
@@ -62,20 +87,8 @@ class Attention(nn.Module):
         mask: Tensor | None,
     ) -> Tensor:
         """Attend from ``x`` ``[B, T, hidden]`` to ``k``, ``v``; None means causal."""
-        q = apply_rope(self.q_norm(self._heads(self.q_proj(x))), tables).to(v.dtype)
-        k = k.to(v.dtype)
-        groups = self.p.num_heads // self.p.num_kv_heads
-        if x.shape[1] == 1:
-            # One row sees every key, so the heads of a group can be the query rows.
-            q = q.unflatten(1, (-1, groups)).flatten(2, 3)
-            return self.o_proj(
-                F.scaled_dot_product_attention(q, k, v).flatten(1)[:, None]
-            )
-        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None
-        )
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        q = apply_rope(self.q_norm(self._heads(self.q_proj(x))), tables)
+        return self.o_proj(attend(q, k, v, mask))
 
 
 class MLP(nn.Module):
@@ -102,11 +115,12 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(p.hidden_size, eps=p.rms_norm_eps)
 
 
-def _initialise(module: nn.Module, layers: int) -> None:
+def initialise(module: nn.Module, layers: int) -> None:
+    """Draw all matrices anew; those that write to the residual stream are smaller."""
     for name, parameter in module.named_parameters():
         if parameter.dim() == 2:
             scale = 0.02
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
                 scale /= (2 * layers) ** 0.5
             nn.init.normal_(parameter, std=scale)
 
@@ -120,11 +134,25 @@ class Target(nn.Module):
         self.embed_tokens = nn.Embedding(p.vocab_size, p.hidden_size)
         self.layers = nn.ModuleList(Layer(p) for _ in range(p.target_layers))
         self.norm = nn.RMSNorm(p.hidden_size, eps=p.rms_norm_eps)
-        _initialise(self, p.target_layers)
+        initialise(self, p.target_layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits of normed states; the drafter uses them as well."""
         return F.linear(hidden, self.embed_tokens.weight)
+
+    def new_cache(self, batch: int, capacity: int) -> list[Tensor]:
+        """Make an empty cache for ``forward``, on the device of the weights.
+
+        Args:
+            batch: rows.
+            capacity: positions.
+
+        Returns:
+            Per layer a zero ``[2, B, Hkv, capacity, D]`` of the weights' type.
+        """
+        p, weight = self.p, self.embed_tokens.weight
+        shape = 2, batch, p.num_kv_heads, capacity, p.head_dim
+        return [weight.new_zeros(shape) for _ in self.layers]
 
     def forward(
         self, ids: Tensor, cache: list[Tensor] | None = None, start: int = 0
@@ -133,7 +161,7 @@ class Target(nn.Module):
 
         Args:
             ids: int64 token ids.
-            cache: per layer a ``[2, B, Hkv, capacity, D]`` buffer, written in place.
+            cache: of ``new_cache``, written in place.
             start: position of the first id; rows before it come from the cache.
 
         Returns:
@@ -180,7 +208,7 @@ class Drafter(nn.Module):
         for layer in self.layers[1:]:
             layer.self_attn.k_norm = self.layers[0].self_attn.k_norm
         self.norm = nn.RMSNorm(p.hidden_size, eps=p.rms_norm_eps)
-        _initialise(self, p.drafter_layers)
+        initialise(self, p.drafter_layers)
 
     def forward(self, embeds: Tensor, starts: Tensor, features: Tensor) -> Tensor:
         """Draft blocks at many anchors of each sequence at once.

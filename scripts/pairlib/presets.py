@@ -30,6 +30,12 @@ class Preset:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     max_positions: int = 2048
+    # Gated delta layers (Qwen3.5) but for every n-th; no key heads: a dense Qwen3.
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    linear_key_dim: int = 0
+    linear_value_dim: int = 0
+    full_attention_interval: int = 4
     # Target training.
     target_steps: int = 1200
     target_batch: int = 64
@@ -82,6 +88,8 @@ class Preset:
                 f"num_heads is {self.num_heads}: use a multiple of num_kv_heads "
                 f"({self.num_kv_heads})"
             )
+        if self.linear_key_heads:
+            self._check_hybrid()
         bad = [i for i in self.target_layer_ids if not 0 <= i < self.target_layers]
         if bad or not self.target_layer_ids:
             raise ValueError(
@@ -106,6 +114,26 @@ class Preset:
         ):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} is {getattr(self, field)}: use 1 or more")
+
+    def _check_hybrid(self) -> None:
+        """Refuse gated delta sizes; raises ValueError as ``check`` does."""
+        for field, step, why in (
+            ("linear_key_heads", 2, "two tensor-parallel ranks share them"),
+            ("linear_value_heads", self.linear_key_heads, "key heads are shared"),
+            ("linear_key_dim", 16, "kernels work on tiles of 16"),
+            ("linear_value_dim", 16, "kernels work on tiles of 16"),
+            ("head_dim", 16, "RoPE turns half of it, in three planes"),
+        ):
+            value = getattr(self, field)
+            if value < step or value % step:
+                raise ValueError(
+                    f"{field} is {value}: use a multiple of {step} ({why})"
+                )
+        if not 2 <= self.full_attention_interval <= self.target_layers:
+            raise ValueError(
+                f"full_attention_interval is {self.full_attention_interval}: use 2 to "
+                f"target_layers ({self.target_layers}), for layers of both kinds"
+            )
 
 
 _TINY = Preset(name="tiny-qwen3")
@@ -157,5 +185,39 @@ PRESETS: dict[str, Preset] = {
         drafter_anchors=32,
         drafter_lr=1e-3,
         size_limit=0,
+    ),
+}
+
+# Hybrid twins: as large as the dense pair, trained in the same way.
+PRESETS |= {
+    "tiny-hybrid": replace(
+        _TINY,
+        name="tiny-qwen3_5",
+        target_layers=4,
+        drafter_layers=3,
+        target_layer_ids=(0, 2, 3),
+        linear_key_heads=2,
+        linear_value_heads=4,
+        linear_key_dim=32,
+        linear_value_dim=32,
+    ),
+    "smoke-hybrid": replace(
+        PRESETS["smoke"],
+        name="smoke-hybrid",
+        head_dim=32,
+        target_layers=4,
+        target_layer_ids=(0, 2, 3),
+        linear_key_heads=2,
+        linear_value_heads=4,
+        linear_key_dim=32,
+        linear_value_dim=32,
+    ),
+    "hybrid-100m": replace(
+        PRESETS["100m"],
+        name="qwen3_5-100m",
+        linear_key_heads=4,
+        linear_value_heads=8,
+        linear_key_dim=128,
+        linear_value_dim=128,
     ),
 }

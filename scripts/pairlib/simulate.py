@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .hybrid import HybridTarget
 from .model import Drafter, Target, block_embeddings
 
 
 @torch.no_grad()
 def generate(
-    target: Target,
+    target: Target | HybridTarget,
     prompts: Tensor,
     lengths: Tensor,
     sample_until: Tensor,
@@ -37,14 +38,9 @@ def generate(
     Returns:
         ``[B, T]`` int64: prompts and their continuations.
     """
-    p, device = target.p, prompts.device
     batch, total = prompts.shape
     out = prompts.clone()
-    shape = 2, batch, p.num_kv_heads, total, p.head_dim
-    dtype = target.embed_tokens.weight.dtype
-    cache = [
-        torch.zeros(shape, dtype=dtype, device=device) for _ in range(p.target_layers)
-    ]
+    cache = target.new_cache(batch, total)
     shortest = int(lengths.min())
     hidden, _ = target(out[:, :shortest], cache)
     for position in range(shortest, total):
@@ -93,7 +89,7 @@ def _loops(tail: list[int]) -> bool:
 
 @torch.no_grad()
 def chain_acceptance(
-    target: Target,
+    target: Target | HybridTarget,
     drafter: Drafter,
     prompts: list[list[int]],
     tokens: int,

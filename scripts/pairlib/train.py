@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from .hybrid import HybridTarget, make_target
 from .model import Drafter, Target, block_embeddings
 from .presets import Preset
 from .simulate import generate
@@ -43,6 +44,27 @@ def _autocast(device: torch.device):
     if device.type == "cuda":
         return torch.autocast("cuda", dtype=torch.bfloat16)
     return contextlib.nullcontext()
+
+
+def _compile(loss: Callable, p: Preset, device: torch.device) -> Callable:
+    """Compile a function of a batch that ``_fit`` calls under autocast."""
+    if not p.linear_key_heads:
+        return torch.compile(loss)
+
+    # A backward that is traced takes on the autocast around the compiled function.
+    # The delta rule's gradients would so be bfloat16, while eager ones are float32;
+    # inside the function autocast ends with the forward.
+    def cast(*batch: Tensor) -> Tensor:
+        with _autocast(device):
+            return loss(*batch)
+
+    run = torch.compile(cast)
+
+    def without(*batch: Tensor) -> Tensor:
+        with torch.autocast(device.type, enabled=False):
+            return run(*batch)
+
+    return without
 
 
 def _fit(
@@ -135,7 +157,7 @@ def _windows(
 
 
 def _block_loss(
-    target: Target,
+    target: Target | HybridTarget,
     drafter: Drafter,
     ids: Tensor,
     features: Tensor,
@@ -173,7 +195,7 @@ def train_target(
     seed: int,
     compiled: bool,
     seconds: float | None,
-) -> tuple[Target, Drafter, float, int]:
+) -> tuple[Target | HybridTarget, Drafter, float, int]:
     """Train the target on text, and with it a first drafter on blocks of that text.
 
     The drafter's loss, times ``joint_weight``, also reaches the target, whose states so
@@ -192,7 +214,7 @@ def train_target(
     """
     torch.manual_seed(seed)
     device = stream.device
-    target, drafter = Target(p).to(device), Drafter(p).to(device)
+    target, drafter = make_target(p).to(device), Drafter(p).to(device)
     generator = torch.Generator(device).manual_seed(seed + 1)
     begin = torch.full((p.target_batch, 1), 8, device=device)
 
@@ -203,7 +225,7 @@ def train_target(
         blocks = _block_loss(target, drafter, ids, features, starts, mask_id)
         return loss + p.joint_weight * blocks
 
-    run = torch.compile(batch_loss) if compiled else batch_loss
+    run = _compile(batch_loss, p, device) if compiled else batch_loss
 
     def loss_of() -> Tensor:
         ids = _windows(stream, p.target_batch, p.target_length + 1, generator)
@@ -218,7 +240,9 @@ def train_target(
 
 
 @torch.no_grad()
-def stream_loss(model: Target, stream: Tensor, limit: int = 262144) -> float:
+def stream_loss(
+    model: Target | HybridTarget, stream: Tensor, limit: int = 262144
+) -> float:
     """Mean next-token loss (nats) over a token stream, in float32."""
     length = min(model.p.target_length, len(stream) - 1)
     losses = []
@@ -232,7 +256,7 @@ def stream_loss(model: Target, stream: Tensor, limit: int = 262144) -> float:
 
 
 def write_drafter_data(
-    p: Preset, target: Target, stream: Tensor, seed: int
+    p: Preset, target: Target | HybridTarget, stream: Tensor, seed: int
 ) -> tuple[Tensor, Tensor]:
     """Let the target continue prompts from the training text.
 
@@ -267,7 +291,7 @@ def write_drafter_data(
 
 def train_drafter(
     p: Preset,
-    target: Target,
+    target: Target | HybridTarget,
     drafter: Drafter | None,
     texts: Tensor,
     prompt_lengths: Tensor,
@@ -305,7 +329,7 @@ def train_drafter(
             features = reader(ids)[1]
         return _block_loss(target, drafter, ids, features, starts, mask_id)
 
-    run = torch.compile(batch_loss) if compiled else batch_loss
+    run = _compile(batch_loss, p, device) if compiled else batch_loss
 
     def loss_of() -> Tensor:
         chosen = torch.randint(
