@@ -29,7 +29,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchlib.shapes import SHAPES, write_shape
+from benchlib.shapes import HYBRID_ENGINE, HYBRIDS, SHAPES, write_shape
 
 HERE = Path(__file__).resolve().parent
 GRAPHS = {
@@ -61,7 +61,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="result, JSON")
     parser.add_argument("--plot", type=Path, help="picture of a speed run")
     parser.add_argument("--pair", type=Path, help="folder with target/ and drafter/")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="8b")
+    parser.add_argument("--shape", choices=sorted({**SHAPES, **HYBRIDS}), default="8b")
     parser.add_argument("--rows", type=numbers, default=[16, 32, 64])
     parser.add_argument("--budgets", type=numbers, default=[7, 15, 31, 63, 127])
     parser.add_argument("--chains", type=numbers, default=[3, 7, 15])
@@ -154,6 +154,8 @@ def step_arms(args: argparse.Namespace, folder: Path) -> dict[str, dict]:
             },
         }
     extra = {"load_format": "dummy", "skip_tokenizer_init": True}
+    if args.shape in HYBRIDS:
+        extra |= HYBRID_ENGINE
     return {name: {**arm, **extra} for name, arm in arms.items()}
 
 

@@ -25,6 +25,15 @@ from bench_kernels import random_state, timed
 KEY_HEADS, VALUE_HEADS, SIZE, WIDTH = 16, 48, 128, 4
 
 
+# Of states, at most.
+BYTES = 4 << 30
+
+
+def each(time: dict[str, float], layers: int) -> dict[str, float]:
+    """Microseconds of one layer, from those of several."""
+    return {name: round(value / layers, 2) for name, value in time.items()}
+
+
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
@@ -59,8 +68,9 @@ def case(rows: int, batch: int, tp: int, layers: int, report) -> None:
     table = torch.arange(1, batch + 1, dtype=torch.int32, device=device)[:, None]
     table = table.contiguous()
     conv = rand(batch + 1, WIDTH - 1, channels).transpose(1, 2)
-    ssm = rand(batch + 1, value_heads, SIZE, SIZE, kind=torch.float32)
-    mixed = torch.empty_like(x)
+    # States of many layers by turns: those of one would stay in the L2 cache.
+    count = max(1, min(layers, 24, BYTES // (4 * (batch + 1) * value_heads * SIZE**2)))
+    ssm = rand(count, batch + 1, value_heads, SIZE, SIZE, kind=torch.float32)
     out = torch.empty(total, value_heads, SIZE, dtype=x.dtype, device=device)
 
     def make_scratch():
@@ -71,33 +81,29 @@ def case(rows: int, batch: int, tp: int, layers: int, report) -> None:
     scratch = make_scratch()
 
     def convolve():
-        gdn.tree_conv(
-            x, conv, table[:, 0], weight, None, starts, tree, batch, mixed, scratch
-        )
+        gdn.tree_conv(x, conv, table[:, 0], weight, None, starts, tree, batch, scratch)
 
     def solve():
-        gdn.tree_delta_rule(
-            mixed, a, b, a_log, dt_bias, ssm, table[:, 0], starts, tree, batch, heads,
-            out, scratch,
-        )  # fmt: skip
+        for state in ssm:
+            gdn.tree_delta_rule(
+                a, b, a_log, dt_bias, state, table[:, 0], starts, tree, batch,
+                heads, out, scratch,
+            )  # fmt: skip
 
     convolve()
     where = {"rows": rows, "batch": batch, "tp": tp}
     report("tree: convolution", where, timed(convolve))
-    report("tree: solve and outputs", where, timed(solve))
+    report("tree: solve and outputs", where, each(timed(solve), count))
 
-    # The commit runs over all layers at once; few of them share memory here.
-    count = max(1, min(layers, 8))
+    # The commit runs over all layers at once.
     kept = [
         GDNLayer(
             make_scratch(),
             conv.clone(),
-            ssm.clone(),
-            weight,
-            None,
+            state,
             0,
         )
-        for _ in range(count)
+        for state in ssm
     ]
     mover = GDNCommitter([kept[i % count] for i in range(layers)], heads, 15)
     tree.b_path.copy_(torch.arange(16, device=device).clamp(max=rows - 1))
@@ -108,15 +114,15 @@ def case(rows: int, batch: int, tp: int, layers: int, report) -> None:
                 [table], tree.b_path, tree.b_num_sampled, starts, starts, batch
             )
         )
-        each = {name: round(value / layers, 2) for name, value in time.items()}
-        report(f"tree: commit of {accepted} rows", where, each)
+        report(f"tree: commit of {accepted} rows", where, each(time, layers))
 
     # Upstream: a state for every row.
     blocks = 1 + batch * rows
     states = torch.arange(1, blocks, dtype=torch.int32, device=device)
     states = states.view(batch, rows)
     wide = rand(blocks, WIDTH - 1 + rows - 1, channels).transpose(1, 2)
-    chain = rand(blocks, value_heads, SIZE, SIZE, kind=torch.float32)
+    count = max(1, min(layers, 24, BYTES // (4 * blocks * value_heads * SIZE**2)))
+    chain = torch.zeros(count, blocks, value_heads, SIZE, SIZE, device=device)
     accepted = torch.ones(batch, dtype=torch.int32, device=device)
 
     def chain_conv():
@@ -126,20 +132,23 @@ def case(rows: int, batch: int, tp: int, layers: int, report) -> None:
             query_start_loc=starts, max_query_len=rows, validate_data=False,
         )  # fmt: skip
 
-    q, k, v = mixed.split([heads * SIZE, heads * SIZE, value_heads * SIZE], dim=-1)
+    q, k, v = scratch.mixed.split(
+        [heads * SIZE, heads * SIZE, value_heads * SIZE], dim=-1
+    )
     q, k = (t.contiguous().view(1, total, heads, SIZE) for t in (q, k))
     v = v.contiguous().view(1, total, value_heads, SIZE)
 
     def chain_rule():
-        return fused_sigmoid_gating_delta_rule_update(
-            A_log=a_log, a=a, b=b, dt_bias=dt_bias, q=q, k=k, v=v,
-            initial_state=chain, inplace_final_state=True, cu_seqlens=starts,
-            ssm_state_indices=states, num_accepted_tokens=accepted,
-            use_qk_l2norm_in_kernel=True,
-        )  # fmt: skip
+        for held in chain:
+            fused_sigmoid_gating_delta_rule_update(
+                A_log=a_log, a=a, b=b, dt_bias=dt_bias, q=q, k=k, v=v,
+                initial_state=held, inplace_final_state=True, cu_seqlens=starts,
+                ssm_state_indices=states, num_accepted_tokens=accepted,
+                use_qk_l2norm_in_kernel=True,
+            )  # fmt: skip
 
     report("chain: convolution (with a copy)", where, timed(chain_conv))
-    report("chain: delta rule", where, timed(chain_rule))
+    report("chain: delta rule", where, each(timed(chain_rule), count))
 
 
 def main() -> int:

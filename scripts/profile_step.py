@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 import bench
-from benchlib.shapes import SHAPES
+from benchlib.shapes import HYBRIDS, SHAPES
 
 
 def parse() -> argparse.Namespace:
@@ -29,7 +29,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="result, JSON")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="8b")
+    parser.add_argument("--shape", choices=sorted({**SHAPES, **HYBRIDS}), default="8b")
     parser.add_argument("--rows", type=bench.numbers, default=[16, 64])
     parser.add_argument("--batches", type=bench.numbers, default=[1, 8])
     parser.add_argument("--context", type=int, default=512, help="prompt length")

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-# Name -> target and drafter. Both are Qwen3; the drafter reads five target layers.
+# Name -> sizes of a Qwen3 target; its drafter has the same and reads five layers.
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {
         "hidden_size": 1024,
@@ -31,34 +31,126 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 DRAFTER_LAYERS = 5
 
+# Name -> layers of a target with the sizes of Qwen3.6-27B, three of four gated delta.
+HYBRIDS = {"27b": 64, "27b-16l": 16}
+# Of every engine over a hybrid. Without FlashInfer its prefill backend must be named.
+HYBRID_ENGINE: dict[str, Any] = {
+    "language_model_only": True,
+    "additional_config": {"gdn_prefill_backend": "triton"},
+}
+_HYBRID_TEXT = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "mamba_ssm_dtype": "float32",
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+    },
+}
+_HYBRID_DRAFTER = {
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 248320,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
+    # As the published drafters: all but the last layer slide.
+    "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
+    "sliding_window": 2048,
+    "use_sliding_window": True,
+    "max_window_layers": DRAFTER_LAYERS,
+}
+_COMMON = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+    "max_position_embeddings": 40960,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _hybrid_target(layers: int) -> dict[str, Any]:
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    text = {
+        **_COMMON,
+        **_HYBRID_TEXT,
+        "num_hidden_layers": layers,
+        "layer_types": kinds * (layers // 4),
+    }
+    vision = {  # never built, but the configuration has to have it
+        "model_type": "qwen3_5",
+        "depth": 1,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": text["hidden_size"],
+        "num_position_embeddings": 64,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "in_channels": 3,
+        "deepstack_visual_indexes": [],
+    }
+    return {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+        "vision_config": vision,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "vision_start_token_id": 7,
+        "vision_end_token_id": 6,
+        "image_token_id": 9,
+        "video_token_id": 8,
+    }
+
 
 def write_shape(name: str, folder: Path, block_size: int) -> tuple[Path, Path]:
     """Write the two configurations.
 
     Args:
-        name: Key of ``SHAPES``.
+        name: Key of ``SHAPES`` or of ``HYBRIDS``.
         folder: Where to; existing files are replaced.
         block_size: The drafter's, L + 1.
 
     Returns:
         Folders of the target and of the drafter.
     """
-    shape = SHAPES[name]
-    layers = shape["num_hidden_layers"]
+    hybrid = name in HYBRIDS
+    layers = HYBRIDS[name] if hybrid else SHAPES[name]["num_hidden_layers"]
+    own: dict[str, Any] = _HYBRID_DRAFTER if hybrid else SHAPES[name]
     common = {
+        **_COMMON,
         "model_type": "qwen3",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-        "max_position_embeddings": 40960,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        **shape,
+        "layer_types": ["full_attention"] * DRAFTER_LAYERS,
+        **own,
     }
-    target = {"architectures": ["Qwen3ForCausalLM"], **common}
+    if hybrid:
+        target = _hybrid_target(layers)
+    else:
+        target = {"architectures": ["Qwen3ForCausalLM"], **common}
+        target["layer_types"] = ["full_attention"] * layers
     taps = [round(1 + i * (layers - 4) / 4) for i in range(5)]
     drafter = {
         **common,
@@ -66,9 +158,8 @@ def write_shape(name: str, folder: Path, block_size: int) -> tuple[Path, Path]:
         "num_hidden_layers": DRAFTER_LAYERS,
         "num_target_layers": layers,
         "block_size": block_size,
-        "layer_types": ["full_attention"] * DRAFTER_LAYERS,
         "dflash_config": {
-            "mask_token_id": shape["vocab_size"] - 1,
+            "mask_token_id": common["vocab_size"] - 1,
             "target_layer_ids": taps,
             "block_size": block_size,
         },

@@ -130,17 +130,16 @@ def forward(layer: Layer, batch: Batch):
         reqs, len(layer.x), layer.channels, value_heads, WIDTH, layer.x.dtype,
         layer.x.device,
     )  # fmt: skip
-    mixed = torch.zeros(len(layer.x), layer.channels, dtype=layer.x.dtype).to(layer.x)
     kernels.tree_conv(
         layer.x, layer.conv_state, batch.indices[:, 0], layer.weight, layer.bias,
-        batch.starts, tree, reqs, mixed, scratch,
+        batch.starts, tree, reqs, scratch,
     )  # fmt: skip
     out = torch.zeros(len(layer.x), value_heads, dv, dtype=layer.x.dtype).to(layer.x)
     kernels.tree_delta_rule(
-        mixed, layer.a, layer.b, layer.a_log, layer.dt_bias, layer.ssm_state,
+        layer.a, layer.b, layer.a_log, layer.dt_bias, layer.ssm_state,
         batch.indices[:, 0], batch.starts, tree, reqs, heads, out, scratch,
     )  # fmt: skip
-    return mixed, out, scratch
+    return scratch.mixed, out, scratch
 
 
 def reference(layer: Layer, batch: Batch, r: int):
@@ -177,6 +176,8 @@ CASES = [
     ((2, 4, 16, 24), 7, 3, [7, 5, None, 1], [8, 6, 3, 2], False),
     ((1, 3, 64, 32), 31, 15, [31, None, 20], [32, 1, 21], True),
     ((2, 2, 20, 16), 40, 8, [40, 33], [41, 34], True),
+    # Two blocks of rows.
+    ((1, 2, 16, 16), 80, 15, [80, 70, None, 9], [81, 71, 66, 10], False),
 ]
 if ON_GPU:
     CASES += [
@@ -231,7 +232,7 @@ def test_forward_and_commit(
     before = [(x.conv_state.clone(), x.ssm_state.clone()) for x in layers]
     committer = GDNCommitter(
         [
-            GDNLayer(s, x.conv_state, x.ssm_state, x.weight, x.bias, 1)
+            GDNLayer(s, x.conv_state, x.ssm_state, 1)
             for x, s in zip(layers, scratches, strict=True)
         ],
         dims[0],
@@ -304,9 +305,7 @@ def test_golden(device, index):
     )
     _, out, scratch = forward(layer, batch)
     torch.testing.assert_close(out.cpu(), get("out"), rtol=1e-4, atol=1e-4)
-    kept = GDNLayer(
-        scratch, layer.conv_state, layer.ssm_state, layer.weight, layer.bias, 0
-    )
+    kept = GDNLayer(scratch, layer.conv_state, layer.ssm_state, 0)
     committer = GDNCommitter([kept], layer.dims[0], 31)
     path = torch.zeros(1, 32, dtype=torch.int32)
     count = len(get("path"))
@@ -352,11 +351,7 @@ def test_prompts_are_not_replayed_and_new_requests_start_at_zero(device):
     layer = make_layer(gen, (1, 2, 16, 16), 8, 5, torch.float32, device)
     scratch = forward(layer, batch)[2]
     mover = GDNCommitter(
-        [
-            GDNLayer(
-                scratch, layer.conv_state, layer.ssm_state, layer.weight, layer.bias, 1
-            )
-        ],
+        [GDNLayer(scratch, layer.conv_state, layer.ssm_state, 1)],
         1,
         3,
     )
@@ -374,10 +369,10 @@ def test_prompts_are_not_replayed_and_new_requests_start_at_zero(device):
         assert torch.equal(states[4], old[4])
 
 
-def test_identical_keys_do_not_cancel(device):
+@pytest.mark.parametrize("rows", [32, 64])
+def test_identical_keys_do_not_cancel(device, rows):
     """A chain of one token over and over: powers of the system would lose digits."""
     gen = torch.Generator().manual_seed(SEED)
-    rows = 32
     chain = [i - 1 for i in range(rows)]
     batch = make_batch(device, rows - 1, 31, [chain], [rows], [1])
     layer = make_layer(gen, (1, 1, 16, 16), rows, 2, torch.float32, device)
@@ -396,10 +391,6 @@ def test_layers_of_different_shapes(device):
         scratch = kernels.GDNScratch(
             1, 4, layer.channels, dims[1], WIDTH, torch.float32, device
         )
-        made.append(
-            GDNLayer(
-                scratch, layer.conv_state, layer.ssm_state, layer.weight, layer.bias, 0
-            )
-        )
+        made.append(GDNLayer(scratch, layer.conv_state, layer.ssm_state, 0))
     with pytest.raises(ValueError, match="2 kinds"):
         GDNCommitter(made, 1, 3)

@@ -7,6 +7,35 @@ from __future__ import annotations
 import torch
 
 
+def recurrent_rule(_, q, k, v, g, beta, initial_state, cu_seqlens=None, **unused):
+    """Upstream's chunked delta rule, row by row in float32.
+
+    Args:
+        q, k: [1, T, Hk, Dk], normalised.
+        v: [1, T, Hv, Dv].
+        g, beta: [1, T, Hv].
+        initial_state: [N, Hv, Dv, Dk].
+        cu_seqlens: [N + 1], None for one sequence.
+
+    Returns:
+        Outputs [1, T, Hv, Dv] and final states [N, Hv, Dv, Dk].
+    """
+    share = v.shape[2] // k.shape[2]
+    q = q[0].float().repeat_interleave(share, 1) * q.shape[-1] ** -0.5
+    k = k[0].float().repeat_interleave(share, 1)
+    out, states = torch.empty_like(v), initial_state.float().clone()
+    starts = [0, len(q)] if cu_seqlens is None else cu_seqlens.tolist()
+    for index, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        state = states[index]
+        for row in range(start, end):
+            state = state * g[0, row].exp()[:, None, None]
+            write = v[0, row] - (state @ k[row][..., None])[..., 0]
+            state = state + (beta[0, row][:, None] * write)[..., None] * k[row][:, None]
+            out[0, row] = (state @ q[row][..., None])[..., 0]
+        states[index] = state
+    return out, states
+
+
 class Oracle:
     """Drafter logits that know a plain run's tokens, more or less.
 

@@ -197,7 +197,6 @@ def forward(
     tree = tree_state.current()
     assert tree is not None
     scratch = tree.gdn_scratch[layer.prefix]
-    mixed = torch.empty(mixed_qkv.shape, dtype=mixed_qkv.dtype, device=mixed_qkv.device)
     tree_conv(
         mixed_qkv,
         _conv_state(layer),
@@ -207,12 +206,10 @@ def forward(
         trees.query_start_loc,
         tree,
         trees.num_reqs,
-        mixed,
         scratch,
         silu=layer.activation is not None,
     )
     tree_delta_rule(
-        mixed,
         a,
         b,
         layer.A_log,
@@ -300,13 +297,10 @@ def make_committer(
                 scratch[name],
                 _conv_state(layer),
                 layer.kv_cache[1],
-                _conv_weight(layer),
-                layer.conv1d.bias,
                 groups[name],
             )
             for name, layer in layers.items()
         ],
         first.num_k_heads // first.tp_size,
         num_positions,
-        silu=first.activation is not None,
     )

@@ -9,13 +9,14 @@ request's state. What the commit needs later, the layer's inputs, they leave in
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from vllm.triton_utils import tl, triton
 
 NORM_EPSILON = tl.constexpr(1e-6)
 CONV_CHANNELS = 512
-BLOCK_KEY = 64
 
 
 class GDNScratch:
@@ -32,6 +33,7 @@ class GDNScratch:
         x: [R (W - 1) + T, C], the convolution's histories of all requests, oldest row
             first, then the rows in the order of the batch.
         first: R (W - 1), the batch's first row in ``x``.
+        mixed: [T, C], the rows after the convolution; model dtype.
         gates: [T, 2, Hv] float32, log decay and write strength.
     """
 
@@ -49,14 +51,52 @@ class GDNScratch:
         self.x = torch.zeros(
             self.first + max_num_tokens, channels, dtype=dtype, device=device
         )
+        self.mixed = torch.zeros(max_num_tokens, channels, dtype=dtype, device=device)
         self.gates = torch.zeros(
             max_num_tokens, 2, value_heads, device=device, dtype=torch.float32
         )
 
     @property
     def num_bytes(self) -> int:
-        """Size of both buffers."""
-        return sum(b.numel() * b.element_size() for b in (self.x, self.gates))
+        """Size of the buffers."""
+        buffers = self.x, self.mixed, self.gates
+        return sum(b.numel() * b.element_size() for b in buffers)
+
+
+class Tiles(NamedTuple):
+    """How a program of the solve works.
+
+    Attributes:
+        rows: Rows of a block; the second block of two sees the first's results.
+        key, value: Key and value dimensions at a time.
+        warps: Of a program.
+        invert: Whether a block's system is inverted; else it is iterated.
+    """
+
+    rows: int
+    key: int
+    value: int
+    warps: int
+    invert: bool
+
+
+def choose_tiles(num_rows: int, key_size: int, num_heads: int) -> Tiles:
+    """Tiles for trees of so many rows, from a sweep on an H200.
+
+    Registers hold [rows, rows] and [rows, value]. Small value tiles give a small batch
+    more programs, but each of them solves anew.
+
+    Args:
+        num_rows: Q.
+        key_size: Dk.
+        num_heads: Value heads of all requests.
+    """
+    rows = min(64, max(16, triton.next_power_of_2(num_rows)))
+    size = max(16, triton.next_power_of_2(key_size))
+    if rows == 16:
+        return Tiles(rows, min(128, size), 64, 4, True)
+    value = 32 if rows == 64 and num_heads <= 96 else 64
+    return Tiles(rows, min(64, size), value, 4, False)
 
 
 @triton.jit
@@ -147,6 +187,85 @@ def _conv_kernel(
 
 
 @triton.jit
+def unit_inverse(
+    system, SIZE: tl.constexpr, ROUNDS: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Inverse of the identity plus a strictly lower triangular [SIZE, SIZE].
+
+    SIZE is 2 ** ROUNDS. Every round doubles the diagonal blocks that are inverted,
+    which is forward substitution; powers of the matrix would cancel badly where keys
+    repeat.
+    """
+    row = tl.arange(0, SIZE)[:, None]
+    column = tl.arange(0, SIZE)[None, :]
+    inverse = tl.where(row == column, 1.0, 0.0)
+    for step in tl.static_range(ROUNDS):
+        below = (row >> step != column >> step) & (
+            row >> (step + 1) == column >> (step + 1)
+        )
+        below = tl.where(below, system, 0.0)
+        if step > 0:
+            below = tl.dot(inverse, below, input_precision=PRECISION)
+            below = tl.dot(below, inverse, input_precision=PRECISION)
+        inverse -= below
+    return inverse
+
+
+@triton.jit
+def dot_state(x, state, PRECISION: tl.constexpr):
+    """x [Q, K] of the model's dtype times the transpose of a float32 state [V, K].
+
+    Three bfloat16 numbers hold a float32, and the products are exact.
+    """
+    if x.dtype == tl.bfloat16:
+        high = state.to(tl.bfloat16)
+        rest = state - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        total = tl.dot(x, tl.trans(low))
+        total = tl.dot(x, tl.trans(middle), total)
+        total = tl.dot(x, tl.trans(high), total)
+    else:
+        x = x.to(tl.float32)
+        total = tl.dot(x, tl.trans(state), input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def dot_keys(left, keys, PRECISION: tl.constexpr):
+    """float32 left [V, P] times keys [P, K] of the model's dtype, as exactly."""
+    if keys.dtype == tl.bfloat16:
+        high = left.to(tl.bfloat16)
+        rest = left - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        total = tl.dot(low, keys)
+        total = tl.dot(middle, keys, total)
+        total = tl.dot(high, keys, total)
+    else:
+        total = tl.dot(left, keys.to(tl.float32), input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def _seen(
+    b_mask_ptr, line, num_words, row, column, live, is_tree, NUM_WORDS: tl.constexpr
+):
+    """[Q, Q]: a row sees its ancestors and itself; without a tree all earlier rows."""
+    seen = (column[None, :] <= row[:, None]) & live[:, None]
+    for word in tl.static_range(NUM_WORDS):
+        bits = tl.load(
+            b_mask_ptr + (line + row) * num_words + word,
+            mask=live & is_tree,
+            other=-1,
+        )
+        here = column // 32 == word
+        set_ = ((bits[:, None] >> (column % 32)[None, :]) & 1) != 0
+        seen = seen & (set_ | (~here)[None, :])
+    return seen
+
+
+@triton.jit
 def _delta_kernel(
     mixed_ptr,
     a_ptr,
@@ -175,9 +294,11 @@ def _delta_kernel(
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     NUM_WORDS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    ROUNDS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
@@ -188,105 +309,131 @@ def _delta_kernel(
     if (length == 0) | (length > num_rows) | (index <= 0):
         return
     is_tree = tl.load(b_num_nodes_ptr + req) > 0
-    row = tl.arange(0, BLOCK_Q)
-    column = tl.arange(0, BLOCK_Q)
-    live = row < length
-    token = start + row
+    line = req * num_rows
     value = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_value = value < VALUE_SIZE
-
-    step = tl.load(a_ptr + token * a_stride + head, mask=live, other=0.0)
-    step = step.to(tl.float32) + tl.load(dt_bias_ptr + head).to(tl.float32)
-    # As upstream: the linear part of softplus beyond 20.
-    step = tl.where(step <= 20.0, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))), step)
-    g = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32)) * step
-    beta = tl.load(b_ptr + token * b_stride + head, mask=live, other=0.0)
-    beta = tl.sigmoid(beta.to(tl.float32))
-    if tl.program_id(2) == 0:
-        kept = gates_ptr + token * 2 * VALUE_HEADS + head
-        tl.store(kept, g, mask=live)
-        tl.store(kept + VALUE_HEADS, beta, mask=live)
-
-    # Ancestors and the row itself; without a tree all earlier rows.
-    seen = (column[None, :] <= row[:, None]) & live[:, None]
-    for word in tl.static_range(NUM_WORDS):
-        bits = tl.load(
-            b_mask_ptr + (req * num_rows + row) * num_words + word,
-            mask=live & is_tree,
-            other=-1,
-        )
-        here = column // 32 == word
-        set_ = ((bits[:, None] >> (column % 32)[None, :]) & 1) != 0
-        seen = seen & (set_ | (~here)[None, :])
-    total = tl.sum(tl.where(seen, g[None, :], 0.0), axis=1)
-    # The mask comes before the exponential: beside the path the sign is any.
-    decay = tl.where(seen, total[:, None] - total[None, :], float("-inf"))
-    decay = tl.exp(decay)
-
     key_head = head // (VALUE_HEADS // KEY_HEADS)
-    query = mixed_ptr + token * mixed_stride + key_head * KEY_SIZE
+    query = mixed_ptr + key_head * KEY_SIZE
     key = query + KEY_HEADS * KEY_SIZE
     state = state_ptr + index * state_stride + (head * VALUE_SIZE + value) * KEY_SIZE
     dim = tl.arange(0, BLOCK_K)
-    products = tl.zeros([BLOCK_Q, BLOCK_Q], dtype=tl.float32)
-    key_state = tl.zeros([BLOCK_Q, BLOCK_V], dtype=tl.float32)
-    query_state = tl.zeros([BLOCK_Q, BLOCK_V], dtype=tl.float32)
-    key_square = tl.zeros([BLOCK_Q], dtype=tl.float32)
-    query_square = tl.zeros([BLOCK_Q], dtype=tl.float32)
-    for at in range(0, KEY_SIZE, BLOCK_K):
-        mask = live[:, None] & (at + dim < KEY_SIZE)[None, :]
-        k = tl.load(key[:, None] + (at + dim)[None, :], mask=mask, other=0.0)
-        q = tl.load(query[:, None] + (at + dim)[None, :], mask=mask, other=0.0)
-        s = tl.load(
-            state[:, None] + (at + dim)[None, :],
-            mask=in_value[:, None] & (at + dim < KEY_SIZE)[None, :],
+    a_log = tl.load(a_log_ptr + head).to(tl.float32)
+    dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+
+    # Rows beyond the first block see that one through what it leaves behind: u, the
+    # sums of g, g itself, and the keys' norms.
+    u_before = tl.zeros([BLOCK_Q, BLOCK_V], dtype=tl.float32)
+    total_before = tl.zeros([BLOCK_Q], dtype=tl.float32)
+    g_before = tl.zeros([BLOCK_Q], dtype=tl.float32)
+    norm_before = tl.zeros([BLOCK_Q], dtype=tl.float32)
+    for block in tl.static_range(BLOCKS):
+        row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+        live = row < length
+        token = start + row
+        step = tl.load(a_ptr + token * a_stride + head, mask=live, other=0.0)
+        step = step.to(tl.float32) + dt_bias
+        # As upstream: the linear part of softplus beyond 20.
+        soft = tl.log(1.0 + tl.exp(tl.minimum(step, 20.0)))
+        g = -tl.exp(a_log) * tl.where(step <= 20.0, soft, step)
+        beta = tl.load(b_ptr + token * b_stride + head, mask=live, other=0.0)
+        beta = tl.sigmoid(beta.to(tl.float32))
+        if tl.program_id(2) == 0:
+            kept = gates_ptr + token * 2 * VALUE_HEADS + head
+            tl.store(kept, g, mask=live)
+            tl.store(kept + VALUE_HEADS, beta, mask=live)
+
+        seen = _seen(b_mask_ptr, line, num_words, row, row, live, is_tree, NUM_WORDS)
+        total = tl.sum(tl.where(seen, g[None, :], 0.0), axis=1)
+        if block > 0:
+            seen_before = _seen(
+                b_mask_ptr, line, num_words, row, row - BLOCK_Q, live, is_tree,
+                NUM_WORDS,
+            )  # fmt: skip
+            total += tl.sum(tl.where(seen_before, g_before[None, :], 0.0), axis=1)
+            cross_key = tl.zeros([BLOCK_Q, BLOCK_Q], dtype=tl.float32)
+            cross_query = tl.zeros([BLOCK_Q, BLOCK_Q], dtype=tl.float32)
+
+        key_key = tl.zeros([BLOCK_Q, BLOCK_Q], dtype=tl.float32)
+        query_key = tl.zeros([BLOCK_Q, BLOCK_Q], dtype=tl.float32)
+        key_state = tl.zeros([BLOCK_Q, BLOCK_V], dtype=tl.float32)
+        query_state = tl.zeros([BLOCK_Q, BLOCK_V], dtype=tl.float32)
+        key_square = tl.zeros([BLOCK_Q], dtype=tl.float32)
+        query_square = tl.zeros([BLOCK_Q], dtype=tl.float32)
+        for at in range(0, KEY_SIZE, BLOCK_K):
+            mask = live[:, None] & (at + dim < KEY_SIZE)[None, :]
+            place = (token * mixed_stride)[:, None] + (at + dim)[None, :]
+            k = tl.load(key + place, mask=mask, other=0.0)
+            q = tl.load(query + place, mask=mask, other=0.0)
+            s = tl.load(
+                state[:, None] + (at + dim)[None, :],
+                mask=in_value[:, None] & (at + dim < KEY_SIZE)[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            # Products of bfloat16 numbers are exact; the norms come in afterwards.
+            key_key += tl.dot(k, tl.trans(k), input_precision=PRECISION)
+            query_key += tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            key_state += dot_state(k, s, PRECISION)
+            query_state += dot_state(q, s, PRECISION)
+            key_square += tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
+            query_square += tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1)
+            if block > 0:
+                k_before = tl.load(
+                    key + place - BLOCK_Q * mixed_stride,
+                    mask=(row - BLOCK_Q < length)[:, None]
+                    & (at + dim < KEY_SIZE)[None, :],
+                    other=0.0,
+                )
+                cross_key += tl.dot(k, tl.trans(k_before), input_precision=PRECISION)
+                cross_query += tl.dot(q, tl.trans(k_before), input_precision=PRECISION)
+        key_norm = 1.0 / tl.sqrt(key_square + NORM_EPSILON)
+        query_norm = scale / tl.sqrt(query_square + NORM_EPSILON)
+
+        begin = tl.exp(total)
+        # The mask comes before the exponential: beside the path the sign is any.
+        decay = tl.where(seen, total[:, None] - total[None, :], float("-inf"))
+        decay = tl.exp(decay) * key_norm[None, :]
+        system = key_key * decay * (beta * key_norm)[:, None]
+        system = tl.where(row[None, :] < row[:, None], system, 0.0)
+        v = tl.load(
+            mixed_ptr
+            + (token * mixed_stride)[:, None]
+            + (2 * KEY_HEADS * KEY_SIZE + head * VALUE_SIZE + value)[None, :],
+            mask=live[:, None] & in_value[None, :],
             other=0.0,
         ).to(tl.float32)
-        # Products of bfloat16 numbers are exact; the norms come in afterwards.
-        products += tl.dot(k, tl.trans(k), input_precision=PRECISION)
-        k = k.to(tl.float32)
-        q = q.to(tl.float32)
-        key_square += tl.sum(k * k, axis=1)
-        query_square += tl.sum(q * q, axis=1)
-        key_state += tl.dot(k, tl.trans(s), input_precision=PRECISION)
-        query_state += tl.dot(q, tl.trans(s), input_precision=PRECISION)
-    key_norm = 1.0 / tl.sqrt(key_square + NORM_EPSILON)
-    query_norm = scale / tl.sqrt(query_square + NORM_EPSILON)
-
-    begin = tl.exp(total)
-    system = products * decay * (beta * key_norm)[:, None] * key_norm[None, :]
-    system = tl.where(column[None, :] < row[:, None], system, 0.0)
-    v = tl.load(
-        mixed_ptr
-        + (token * mixed_stride)[:, None]
-        + (2 * KEY_HEADS * KEY_SIZE + head * VALUE_SIZE + value)[None, :],
-        mask=live[:, None] & in_value[None, :],
-        other=0.0,
-    ).to(tl.float32)
-    right = beta[:, None] * (v - (begin * key_norm)[:, None] * key_state)
-    # A row of depth d is exact after d rounds, as by forward substitution, since its
-    # ancestors are exact by then; powers of the system would cancel badly.
-    deepest = tl.max(tl.sum(seen.to(tl.int32), axis=1), axis=0)
-    u = right
-    for _ in range(1, deepest):
-        u = right - tl.dot(system, u, input_precision=PRECISION)
-
-    products = tl.zeros([BLOCK_Q, BLOCK_Q], dtype=tl.float32)
-    for at in range(0, KEY_SIZE, BLOCK_K):
-        mask = live[:, None] & (at + dim < KEY_SIZE)[None, :]
-        k = tl.load(key[:, None] + (at + dim)[None, :], mask=mask, other=0.0)
-        q = tl.load(query[:, None] + (at + dim)[None, :], mask=mask, other=0.0)
-        products += tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    products = products * decay * query_norm[:, None] * key_norm[None, :]
-    out = (begin * query_norm)[:, None] * query_state
-    out += tl.dot(products, u, input_precision=PRECISION)
-    tl.store(
-        out_ptr
-        + (token * out_stride + head * out_head_stride)[:, None]
-        + value[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        mask=live[:, None] & in_value[None, :],
-    )
+        right = beta[:, None] * (v - (begin * key_norm)[:, None] * key_state)
+        out = begin[:, None] * query_state
+        if block > 0:
+            decay_before = tl.where(
+                seen_before, total[:, None] - total_before[None, :], float("-inf")
+            )
+            decay_before = tl.exp(decay_before) * norm_before[None, :]
+            cross_key = cross_key * decay_before * (beta * key_norm)[:, None]
+            right -= tl.dot(cross_key, u_before, input_precision=PRECISION)
+            cross_query = cross_query * decay_before
+            out += tl.dot(cross_query, u_before, input_precision=PRECISION)
+        if ROUNDS > 0:
+            inverse = unit_inverse(system, BLOCK_Q, ROUNDS, PRECISION)
+            u = tl.dot(inverse, right, input_precision=PRECISION)
+        else:
+            # A row is exact after as many rounds as it has ancestors here, as by
+            # forward substitution. Powers of the system, even its square, would cancel
+            # badly where keys repeat.
+            deepest = tl.max(tl.sum(seen.to(tl.int32), axis=1), axis=0)
+            u = right
+            for _ in range(1, deepest):
+                u = right - tl.dot(system, u, input_precision=PRECISION)
+        out += tl.dot(query_key * decay, u, input_precision=PRECISION)
+        out = out * query_norm[:, None]
+        tl.store(
+            out_ptr
+            + (token * out_stride + head * out_head_stride)[:, None]
+            + value[None, :],
+            out.to(out_ptr.dtype.element_ty),
+            mask=live[:, None] & in_value[None, :],
+        )
+        if block + 1 < BLOCKS:
+            u_before, total_before, g_before, norm_before = u, total, g, key_norm
 
 
 def tree_conv(
@@ -298,7 +445,6 @@ def tree_conv(
     query_start_loc: torch.Tensor,
     tree,
     num_reqs: int,
-    out: torch.Tensor,
     scratch: GDNScratch,
     silu: bool = True,
 ) -> None:
@@ -313,15 +459,14 @@ def tree_conv(
         query_start_loc: [>= num_reqs + 1] int32.
         tree: Buffers with ``b_parents`` and ``b_num_nodes``.
         num_reqs: Requests. One with more rows than a tree is left out.
-        out: [T, C], written; last dimension contiguous.
-        scratch: Gets history and rows.
+        scratch: Gets histories, rows and results.
         silu: Whether SiLU comes after.
     """
     channels, width = weight.shape
     grid = (num_reqs * tree.num_rows, triton.cdiv(channels, CONV_CHANNELS))
     _conv_kernel[grid](
         x,
-        out,
+        scratch.mixed,
         scratch.x,
         conv_state,
         state_indices,
@@ -331,7 +476,7 @@ def tree_conv(
         tree.b_parents,
         tree.b_num_nodes,
         x.stride(0),
-        out.stride(0),
+        scratch.mixed.stride(0),
         scratch.x.stride(0),
         scratch.first,
         *conv_state.stride(),
@@ -348,7 +493,6 @@ def tree_conv(
 
 
 def tree_delta_rule(
-    mixed: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
     a_log: torch.Tensor,
@@ -365,7 +509,6 @@ def tree_delta_rule(
     """Solve and give the outputs of all rows; one launch, the state is only read.
 
     Args:
-        mixed: [T, C], after the convolution: q, k [Hk, Dk] each, v [Hv, Dv].
         a, b: [T, Hv], last dimension contiguous.
         a_log, dt_bias: [Hv].
         ssm_state: [blocks, Hv, Dv, Dk], contiguous but for the first dimension.
@@ -373,15 +516,14 @@ def tree_delta_rule(
         tree: Buffers with ``b_mask`` and ``b_num_nodes``.
         key_heads: Hk.
         out: [T, Hv, Dv], written; last dimension contiguous.
-        scratch: Gets the gates.
+        scratch: Has q, k [Hk, Dk] each and v [Hv, Dv] of the rows after the
+            convolution, as ``tree_conv`` left them; gets the gates.
     """
     value_heads, value_size, key_size = ssm_state.shape[1:]
-    block_q = max(16, triton.next_power_of_2(tree.num_rows))
-    # Registers hold [Q, Q] and [Q, V]; more programs than tiles help a small batch.
-    block_v = 32 if block_q <= 64 else 16
-    grid = (num_reqs, value_heads, triton.cdiv(value_size, block_v))
+    tiles = choose_tiles(tree.num_rows, key_size, num_reqs * value_heads)
+    grid = (num_reqs, value_heads, triton.cdiv(value_size, tiles.value))
     _delta_kernel[grid](
-        mixed,
+        scratch.mixed,
         a,
         b,
         a_log,
@@ -394,7 +536,7 @@ def tree_delta_rule(
         tree.b_num_nodes,
         tree.b_mask,
         key_size**-0.5,
-        mixed.stride(0),
+        scratch.mixed.stride(0),
         a.stride(0),
         b.stride(0),
         ssm_state.stride(0),
@@ -408,10 +550,12 @@ def tree_delta_rule(
         KEY_SIZE=key_size,
         VALUE_SIZE=value_size,
         NUM_WORDS=tree.b_mask.shape[2],
-        BLOCK_Q=block_q,
-        BLOCK_K=min(BLOCK_KEY, max(16, triton.next_power_of_2(key_size))),
-        BLOCK_V=block_v,
+        BLOCKS=triton.cdiv(tree.num_rows, tiles.rows),
+        BLOCK_Q=tiles.rows,
+        BLOCK_K=tiles.key,
+        BLOCK_V=tiles.value,
+        ROUNDS=tiles.rows.bit_length() - 1 if tiles.invert else 0,
         PRECISION="tf32x3",
-        num_warps=4 if block_q <= 64 else 8,
+        num_warps=tiles.warps,
         num_stages=1,
     )

@@ -3,8 +3,8 @@
 """Moves the states of gated delta layers along the accepted paths, in one launch.
 
 Reference: ``gdn.commit_path`` and ``gdn.commit_history``. The accepted rows are
-replayed one by one from the layer's inputs, with the arithmetic of upstream's recurrent
-kernel, so that nothing of the tree's solve stays in the state.
+replayed as a chain from the layer's inputs, in float32 (three TF32 products), so that
+nothing of the tree's own solve stays in the state.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from vllm.triton_utils import tl, triton
 
-from .gdn import NORM_EPSILON, GDNScratch
+from .gdn import NORM_EPSILON, GDNScratch, dot_keys, dot_state, unit_inverse
 
 
 @dataclass
@@ -26,42 +26,13 @@ class GDNLayer:
         scratch: Inputs of the step.
         conv_state: [blocks, C, W - 1], oldest slot first, any strides.
         ssm_state: [blocks, Hv, Dv, Dk], contiguous but for the first dimension.
-        weight: [C, W], of the convolution.
-        bias: [C] or None.
         group: KV-cache group, whose block table's first column is the state's index.
     """
 
     scratch: GDNScratch
     conv_state: torch.Tensor
     ssm_state: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
     group: int
-
-
-@triton.jit
-def _channels(x_ptr, taps_ptr, bias_ptr, row_stride, first, old, channel, mask, at,
-              path_ptr, weight_stride, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
-              SILU: tl.constexpr):  # fmt: skip
-    """The convolution of some channels at the path's row number ``at``; float32."""
-    total = tl.zeros(channel.shape, dtype=tl.float32)
-    for back in tl.static_range(WIDTH):
-        position = at - back
-        row = tl.load(path_ptr + tl.maximum(position, 0))
-        place = tl.where(position >= 0, first + row, old + position)
-        value = tl.load(x_ptr + place * row_stride + channel, mask=mask, other=0.0)
-        tap = tl.load(
-            taps_ptr + channel * weight_stride + (WIDTH - 1 - back),
-            mask=mask,
-            other=0.0,
-        )
-        total += value.to(tl.float32) * tap.to(tl.float32)
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
-    if SILU:
-        total = total / (1.0 + tl.exp(-total))
-    # The forward pass stored its result in the model's dtype.
-    return total.to(x_ptr.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -78,17 +49,17 @@ def _commit_kernel(
     X_DTYPE: tl.constexpr,
     CONV_DTYPE: tl.constexpr,
     STATE_DTYPE: tl.constexpr,
-    WEIGHT_DTYPE: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     fields = layer_ptr + tl.program_id(0) * NUM_FIELDS
     req = tl.program_id(1).to(tl.int64)
@@ -96,7 +67,7 @@ def _commit_kernel(
     head = tl.program_id(2) // tiles
     value = (tl.program_id(2) % tiles) * BLOCK_V + tl.arange(0, BLOCK_V)
     count = tl.load(num_sampled_ptr + req)
-    group = tl.load(fields + 13)
+    group = tl.load(fields + 11)
     table = tl.load(table_ptr + 2 * group).to(tl.pointer_type(tl.int32))
     index = tl.load(table + req * tl.load(table_ptr + 2 * group + 1)).to(tl.int64)
     start = tl.load(query_start_loc_ptr + req).to(tl.int64)
@@ -107,47 +78,64 @@ def _commit_kernel(
         return
 
     x = tl.load(fields).to(tl.pointer_type(X_DTYPE))
-    row_stride = tl.load(fields + 1)
-    # In the scratch: the path's row 0, and the row after the history's newest.
-    first = tl.load(fields + 2) + start
-    old = (req + 1) * (WIDTH - 1)
-    gates = tl.load(fields + 3).to(tl.pointer_type(tl.float32))
-    gates += start * 2 * VALUE_HEADS + head
-    conv = tl.load(fields + 4).to(tl.pointer_type(CONV_DTYPE))
-    conv += index * tl.load(fields + 5)
-    conv_channel = tl.load(fields + 6)
-    conv_slot = tl.load(fields + 7)
-    state = tl.load(fields + 8).to(tl.pointer_type(STATE_DTYPE))
-    state += index * tl.load(fields + 9)
-    taps = tl.load(fields + 10).to(tl.pointer_type(WEIGHT_DTYPE))
-    weight_stride = tl.load(fields + 11)
-    bias = tl.load(fields + 12).to(tl.pointer_type(WEIGHT_DTYPE))
+    mixed = tl.load(fields + 2).to(tl.pointer_type(X_DTYPE))
+    row_stride = tl.load(fields + 3)
+    gates = tl.load(fields + 4).to(tl.pointer_type(tl.float32))
+    conv = tl.load(fields + 5).to(tl.pointer_type(CONV_DTYPE))
+    conv += index * tl.load(fields + 6)
+    conv_channel = tl.load(fields + 7)
+    conv_slot = tl.load(fields + 8)
+    state = tl.load(fields + 9).to(tl.pointer_type(STATE_DTYPE))
+    state += index * tl.load(fields + 10)
     path = path_ptr + req * path_len
 
     dim = tl.arange(0, BLOCK_K)
     in_key, in_value = dim < KEY_SIZE, value < VALUE_SIZE
+    key_channel = (KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * KEY_SIZE + dim
+    value_channel = 2 * KEY_HEADS * KEY_SIZE + head * VALUE_SIZE + value
     held = state + (head * VALUE_SIZE + value)[:, None] * KEY_SIZE + dim[None, :]
     mask = in_value[:, None] & in_key[None, :]
     s = tl.load(held, mask=mask, other=0.0).to(tl.float32)
-    key_channel = (KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * KEY_SIZE + dim
-    value_channel = 2 * KEY_HEADS * KEY_SIZE + head * VALUE_SIZE + value
-    for at in range(0, count):
-        row = tl.load(path + at)
-        k = _channels(x, taps, bias, row_stride, first, old, key_channel, in_key, at,
-                      path, weight_stride, WIDTH, HAS_BIAS, SILU)  # fmt: skip
-        v = _channels(x, taps, bias, row_stride, first, old, value_channel, in_value,
-                      at, path, weight_stride, WIDTH, HAS_BIAS, SILU)  # fmt: skip
-        k = k / tl.sqrt(tl.sum(tl.where(in_key, k * k, 0.0), axis=0) + NORM_EPSILON)
-        k = tl.where(in_key, k, 0.0)
-        g = tl.load(gates + row * 2 * VALUE_HEADS)
-        beta = tl.load(gates + row * 2 * VALUE_HEADS + VALUE_HEADS)
-        s = s * tl.exp(g)
-        write = beta * (v - tl.sum(s * k[None, :], axis=1))
-        s += write[:, None] * k[None, :]
+    at = tl.arange(0, BLOCK_P)
+    walked = at < count
+    token = start + tl.load(path + at, mask=walked, other=0)
+    # A row beyond the path has no key and no strength, hence no part in anything.
+    k = tl.load(
+        mixed + (token * row_stride)[:, None] + key_channel[None, :],
+        mask=walked[:, None] & in_key[None, :],
+        other=0.0,
+    )
+    v = tl.load(
+        mixed + (token * row_stride)[:, None] + value_channel[None, :],
+        mask=walked[:, None] & in_value[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    gate = gates + token * 2 * VALUE_HEADS + head
+    g = tl.load(gate, mask=walked, other=0.0)
+    beta = tl.load(gate + VALUE_HEADS, mask=walked, other=0.0)
+    norm = tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
+    norm = 1.0 / tl.sqrt(norm + NORM_EPSILON)
+
+    # The path is a chain: the solve of the forward pass with all earlier rows seen.
+    seen = at[None, :] <= at[:, None]
+    total = tl.sum(tl.where(seen, g[None, :], 0.0), axis=1)
+    end = tl.sum(g, axis=0)
+    decay = tl.where(seen, total[:, None] - total[None, :], float("-inf"))
+    system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * tl.exp(decay)
+    system = system * (beta * norm)[:, None] * norm[None, :]
+    system = tl.where(at[None, :] < at[:, None], system, 0.0)
+    inverse = unit_inverse(system, BLOCK_P, ROUNDS, PRECISION)
+    u = (tl.exp(total) * norm)[:, None] * dot_state(k, s, PRECISION)
+    u = beta[:, None] * (v - u)
+    u = tl.dot(inverse, u, input_precision=PRECISION)
+    u = u * (tl.exp(end - total) * norm)[:, None]
+    s = s * tl.exp(end) + dot_keys(tl.trans(u), k, PRECISION)
     tl.store(held, s.to(STATE_DTYPE), mask=mask)
 
     # The history: a program moves its value channels and its share of q and k. It reads
     # the scratch, so no other program can have overwritten what it needs.
+    first = tl.load(fields + 1) + start
+    old = (req + 1) * (WIDTH - 1)
     other = tl.program_id(2) * qk_chunk + tl.arange(0, BLOCK_C)
     in_other = (tl.arange(0, BLOCK_C) < qk_chunk) & (other < 2 * KEY_HEADS * KEY_SIZE)
     for slot in tl.static_range(WIDTH - 1):
@@ -175,17 +163,17 @@ def _reset_kernel(
     BLOCK: tl.constexpr,
 ):
     fields = layer_ptr + tl.program_id(0) * NUM_FIELDS
-    index = tl.load(index_ptr + tl.load(fields + 13)).to(tl.int64)
+    index = tl.load(index_ptr + tl.load(fields + 11)).to(tl.int64)
     if index <= 0:
         return
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    state = tl.load(fields + 8).to(tl.pointer_type(STATE_DTYPE))
-    state += index * tl.load(fields + 9) + at
+    state = tl.load(fields + 9).to(tl.pointer_type(STATE_DTYPE))
+    state += index * tl.load(fields + 10) + at
     tl.store(state, tl.zeros([BLOCK], dtype=STATE_DTYPE), mask=at < state_size)
-    conv = tl.load(fields + 4).to(tl.pointer_type(CONV_DTYPE))
-    conv += index * tl.load(fields + 5)
+    conv = tl.load(fields + 5).to(tl.pointer_type(CONV_DTYPE))
+    conv += index * tl.load(fields + 6)
     for slot in tl.static_range(WIDTH - 1):
-        where = conv + at * tl.load(fields + 6) + slot * tl.load(fields + 7)
+        where = conv + at * tl.load(fields + 7) + slot * tl.load(fields + 8)
         tl.store(where, tl.zeros([BLOCK], dtype=CONV_DTYPE), mask=at < channels)
 
 
@@ -196,6 +184,11 @@ _TRITON_DTYPES = {
 }
 
 
+def choose_tiles(value_size: int) -> tuple[int, int]:
+    """Value dimensions of a program's tile, and its warps."""
+    return min(64, max(16, triton.next_power_of_2(value_size))), 4
+
+
 class GDNCommitter:
     """A device table of the layers, made once, and the launch.
 
@@ -203,20 +196,18 @@ class GDNCommitter:
         layers: At least one, all of the same shapes and dtypes.
         key_heads: Hk.
         num_positions: L; a path has at most L + 1 rows.
-        silu: Whether SiLU comes after the convolution.
 
     Raises:
         ValueError: The layers differ in shape or dtype.
     """
 
-    NUM_FIELDS = 14
+    NUM_FIELDS = 12
 
     def __init__(
         self,
         layers: list[GDNLayer],
         key_heads: int,
         num_positions: int,
-        silu: bool = True,
     ) -> None:
         kinds = {
             (
@@ -226,9 +217,6 @@ class GDNCommitter:
                 layer.conv_state.dtype,
                 layer.ssm_state.shape[1:],
                 layer.ssm_state.dtype,
-                tuple(layer.weight.shape),
-                layer.weight.dtype,
-                layer.bias is None,
             )
             for layer in layers
         }
@@ -241,7 +229,6 @@ class GDNCommitter:
         self.num_layers = len(layers)
         self.key_heads = key_heads
         self.path_len = num_positions + 1
-        self.silu = silu
         self.device = self.first.ssm_state.device
         rows = [self._fields(layer) for layer in layers]
         self.layers = torch.tensor(rows, dtype=torch.int64, device=self.device)
@@ -250,19 +237,17 @@ class GDNCommitter:
 
     @staticmethod
     def _fields(layer: GDNLayer) -> list[int]:
-        bias = layer.bias if layer.bias is not None else layer.weight
+        scratch = layer.scratch
         return [
-            layer.scratch.x.data_ptr(),
-            layer.scratch.x.stride(0),
-            layer.scratch.first,
-            layer.scratch.gates.data_ptr(),
+            scratch.x.data_ptr(),
+            scratch.first,
+            scratch.mixed.data_ptr(),
+            scratch.mixed.stride(0),  # as of x
+            scratch.gates.data_ptr(),
             layer.conv_state.data_ptr(),
             *layer.conv_state.stride(),
             layer.ssm_state.data_ptr(),
             layer.ssm_state.stride(0),
-            layer.weight.data_ptr(),
-            layer.weight.stride(0),
-            bias.data_ptr(),
             layer.group,
         ]
 
@@ -296,8 +281,9 @@ class GDNCommitter:
             self._table_key = key
         first = self.first
         value_heads, value_size, key_size = first.ssm_state.shape[1:]
-        width = first.weight.shape[1]
-        block_v = min(32, triton.next_power_of_2(value_size))
+        width = first.conv_state.shape[2] + 1
+        block_v, warps = choose_tiles(value_size)
+        block_p = max(16, triton.next_power_of_2(self.path_len))
         programs = value_heads * triton.cdiv(value_size, block_v)
         chunk = triton.cdiv(2 * self.key_heads * key_size, programs)
         _commit_kernel[(self.num_layers, num_reqs, programs)](
@@ -313,18 +299,19 @@ class GDNCommitter:
             X_DTYPE=_TRITON_DTYPES[first.scratch.x.dtype],
             CONV_DTYPE=_TRITON_DTYPES[first.conv_state.dtype],
             STATE_DTYPE=_TRITON_DTYPES[first.ssm_state.dtype],
-            WEIGHT_DTYPE=_TRITON_DTYPES[first.weight.dtype],
             KEY_HEADS=self.key_heads,
             VALUE_HEADS=value_heads,
             KEY_SIZE=key_size,
             VALUE_SIZE=value_size,
             WIDTH=width,
-            HAS_BIAS=first.bias is not None,
-            SILU=self.silu,
-            BLOCK_K=triton.next_power_of_2(key_size),
+            BLOCK_P=block_p,
+            BLOCK_K=max(16, triton.next_power_of_2(key_size)),
             BLOCK_V=block_v,
             BLOCK_C=triton.next_power_of_2(chunk),
-            num_warps=4,
+            ROUNDS=block_p.bit_length() - 1,
+            PRECISION="tf32x3",
+            num_warps=warps,
+            num_stages=1,
         )
 
     def reset(self, indices: torch.Tensor) -> None:
@@ -348,7 +335,7 @@ class GDNCommitter:
             NUM_FIELDS=self.NUM_FIELDS,
             CONV_DTYPE=_TRITON_DTYPES[first.conv_state.dtype],
             STATE_DTYPE=_TRITON_DTYPES[first.ssm_state.dtype],
-            WIDTH=first.weight.shape[1],
+            WIDTH=first.conv_state.shape[2] + 1,
             BLOCK=block,
             num_warps=4,
         )
