@@ -50,6 +50,11 @@ def flag_name(word):
     return name.replace("_", "-") if name.startswith("--") else name
 
 
+def any_of(given, flags):
+    """Whether one of the flags is given, whole or as ``--flag.key``."""
+    return any(name.partition(".")[0] in flags for name in given)
+
+
 def config_keys(arguments):
     """Flags that a ``--config`` file sets."""
     path = value_of(arguments, ("--config",))
@@ -145,6 +150,10 @@ def fill_in(arguments):
                 "without one"
             )
         out += ["--speculative-config", json.dumps(speculation(mode, drafter))]
+        # The default model reads images, too, which a tree does not serve.
+        text_only = ("--language-model-only", "--limit-mm-per-prompt")
+        if mode == "tree" and not own_model and not any_of(given, text_only):
+            out.append("--language-model-only")
     return out, model, drafter
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAIR = Path(os.environ.get("DDTREE_PAIR", ROOT / "models" / "tiny-qwen3"))
+DENSE_PAIR = ROOT / "models" / "tiny-qwen3"
+PAIR = Path(os.environ.get("DDTREE_PAIR", DENSE_PAIR))
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -33,6 +34,24 @@ ENVIRONMENT = {
 _open = False
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
+
+
+def use(pair: Path) -> None:
+    """Take another pair than ``tiny-qwen3`` from now on."""
+    global PAIR
+    PAIR = pair
+
+
+def model_arguments(pair: Path | None = None) -> dict[str, Any]:
+    """What an engine needs to know of a pair's target, by default of ``PAIR``'s."""
+    target = (pair or PAIR) / "target"
+    found: dict[str, Any] = {"model": str(target)}
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    if config["model_type"] == "qwen3_5":
+        # Its class reads images, too, and a hybrid's states are not cached.
+        found["limit_mm_per_prompt"] = {"image": 0, "video": 0}
+        found["enable_prefix_caching"] = False
+    return found
 
 
 def ddtree(budget: int, policy: str = "best_first", **extra: Any) -> dict[str, Any]:
@@ -91,7 +110,7 @@ def engine(speculative_config: dict[str, Any] | None = None, **args: Any) -> Ite
     from vllm import LLM
 
     settings: dict[str, Any] = {
-        "model": str(PAIR / "target"),
+        **model_arguments(),
         "dtype": "float32",
         "enforce_eager": True,
         "max_model_len": 1024,

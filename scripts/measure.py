@@ -4,6 +4,7 @@
 
     .venv/bin/python scripts/measure.py --out docs/measurements.json
     .venv/bin/python scripts/measure.py --tp 2 --out docs/measurements-tp2.json
+    .venv/bin/python scripts/measure.py --pair models/tiny-qwen3_5 --out FILE
     .venv/bin/python scripts/measure.py --table docs/measurements.json
 
 Greedy float32. Every configuration decodes the same held-out prompts at batch 1 and
@@ -56,6 +57,8 @@ def measure(
 ) -> dict[str, Any]:
     """Run the configurations, or ``only`` some, that ``path`` does not hold yet."""
     key = {"tensor_parallel_size": tp, "prompts": count, "tokens": tokens}
+    if cpu.PAIR.name != "tiny-qwen3":
+        key["pair"] = cpu.PAIR.name
     data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if any(data.get(name, value) != value for name, value in key.items()):
         raise SystemExit(f"--out={path}: holds other settings; name a new file")
@@ -153,6 +156,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, help="result file, also for resuming")
     parser.add_argument("--table", type=Path, help="print a result file as Markdown")
+    parser.add_argument(
+        "--pair",
+        type=Path,
+        default=cpu.PAIR,
+        help="folder with target and drafter (default: the bundled dense pair)",
+    )
     parser.add_argument("--tp", type=int, default=1, choices=(1, 2))
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=64)
@@ -167,6 +176,9 @@ def main() -> None:
     args = parser.parse_args()
     if (args.out is None) == (args.table is None):
         parser.error("give one of --out and --table")
+    if not (args.pair / "target" / "config.json").is_file():
+        parser.error(f"--pair={args.pair}: has no target/config.json; name a pair")
+    cpu.use(args.pair)
     if args.table:
         if not args.table.is_file():
             parser.error(f"--table={args.table}: no such file; make it with --out")

@@ -48,6 +48,21 @@ def test_defaults():
         "model": drafter,
         "tree_budget": 31,
     }
+    assert arguments[-1] == "--language-model-only"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["a/m"], ["--limit-mm-per-prompt.image", "0"], ["--limit-mm-per-prompt", "{}"]],
+)
+def test_text_only_is_for_the_default_model_alone(monkeypatch, arguments):
+    monkeypatch.setenv("DDTREE_DRAFTER", "a/d")
+    assert "--language-model-only" not in entrypoint.fill_in(arguments)[0]
+
+
+def test_a_chain_serves_images(monkeypatch):
+    monkeypatch.setenv("DDTREE", "chain")
+    assert "--language-model-only" not in entrypoint.fill_in([])[0]
 
 
 def test_flags_win_over_environment(monkeypatch):
