@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the DDTree for vLLM project
 """What a tree cannot serve of an engine or a target is refused at start-up.
 
-Each message has field, value and remedy. No engine starts.
+Each message has field, value and remedy. Configurations are built as an engine builds
+them; an engine starts where the runner is the first to know.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from importlib.metadata import EntryPoint
 
 import pytest
 from _refusals import TARGET, build, refusal, spec, variant
+
+import ddtree_cpu as cpu
 
 ENGINE = {
     "pipeline": (
@@ -234,6 +237,34 @@ def test_hybrid_architecture(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     message = refusal(model=str(tmp_path))
     assert f"model='{tmp_path}" in message and "hybrid" in message
+
+
+def test_target_class_without_auxiliary_hidden_states(tmp_path, monkeypatch):
+    """An engine in earnest: the class is seen before the weights, of which are none."""
+    from vllm.model_executor.models.gpt2 import GPT2LMHeadModel
+    from vllm.model_executor.models.registry import ModelRegistry, _RegisteredModel
+
+    name = "GPT2LMHeadModel"
+    # An imported class is not inspected in a process of its own, which takes long.
+    known = _RegisteredModel.from_model_cls(GPT2LMHeadModel)
+    monkeypatch.setitem(ModelRegistry.models, name, known)
+    config = {
+        "architectures": [name],
+        "model_type": "gpt2",
+        "vocab_size": 512,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 1024,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    settings = {"model": str(tmp_path), "skip_tokenizer_init": True}
+    with pytest.raises(ValueError) as error, cpu.engine(spec(), **settings):
+        pass
+    message = str(error.value)
+    for word in (f"model='{tmp_path}", "tree_budget=31", name, "serve another model"):
+        assert word in message
+    assert "\n" not in message
 
 
 def test_v2_model_runner(monkeypatch):
