@@ -45,7 +45,7 @@ def case(rows: int, batch: int, tp: int, layers: int, report) -> None:
     from vllm.third_party.flash_linear_attention.ops.fused_sigmoid_gating import (
         fused_sigmoid_gating_delta_rule_update,
     )
-    from vllm.v1.spec_decode.ddtree.kernels import gdn
+    from vllm.v1.spec_decode.ddtree.kernels import gdn, gdn_conv
     from vllm.v1.spec_decode.ddtree.kernels.gdn_commit import GDNCommitter, GDNLayer
     from vllm.v1.spec_decode.ddtree.kernels.step import prepare_step
 
@@ -74,14 +74,16 @@ def case(rows: int, batch: int, tp: int, layers: int, report) -> None:
     out = torch.empty(total, value_heads, SIZE, dtype=x.dtype, device=device)
 
     def make_scratch():
-        return gdn.GDNScratch(
+        return gdn_conv.GDNScratch(
             batch, total, channels, value_heads, WIDTH, x.dtype, device
         )
 
     scratch = make_scratch()
 
     def convolve():
-        gdn.tree_conv(x, conv, table[:, 0], weight, None, starts, tree, batch, scratch)
+        gdn_conv.tree_conv(
+            x, conv, table[:, 0], weight, None, starts, tree, batch, scratch
+        )
 
     def solve():
         for state in ssm:

@@ -22,6 +22,13 @@ VOCAB, HIDDEN, LAYERS, POSITIONS = 512, 64, 4, 7
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
 KEY_HEADS, VALUE_HEADS, LINEAR_DIM, TAPS = 2, 4, 32, 4
 TEXT_ONLY = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+EXPERTS = 6
+EXPERT_FIELDS = {
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": HIDDEN,
+    "shared_expert_intermediate_size": HIDDEN,
+}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -186,19 +193,103 @@ def _drafter_weights(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def write_pair(folder: Path, seed: int = 0) -> tuple[Path, Path]:
+def _add_experts(weights: dict[str, torch.Tensor], fused: bool, seed: int) -> None:
+    """Put experts and a shared one in the place of every layer's MLP.
+
+    Args:
+        weights: Changed in place.
+        fused: One tensor for all experts, as checkpoints of Qwen3.5 have it.
+        seed: Of the weights.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
+
+    for name in [name for name in weights if name.endswith("mlp.gate_proj.weight")]:
+        mlp = name.removesuffix("gate_proj.weight")
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            del weights[f"{mlp}{part}.weight"]
+        weights[mlp + "gate.weight"] = random(EXPERTS, HIDDEN)
+        weights[mlp + "shared_expert_gate.weight"] = random(1, HIDDEN)
+        shared = mlp + "shared_expert."
+        weights[shared + "gate_proj.weight"] = random(HIDDEN, HIDDEN)
+        weights[shared + "up_proj.weight"] = random(HIDDEN, HIDDEN)
+        weights[shared + "down_proj.weight"] = random(HIDDEN, HIDDEN)
+        gate_up = random(EXPERTS, 2 * HIDDEN, HIDDEN)
+        down = random(EXPERTS, HIDDEN, HIDDEN)
+        if fused:
+            weights[mlp + "experts.gate_up_proj"] = gate_up
+            weights[mlp + "experts.down_proj"] = down
+            continue
+        for expert in range(EXPERTS):
+            gate, up = gate_up[expert].chunk(2)
+            name = f"{mlp}experts.{expert}."
+            weights[name + "gate_proj.weight"] = gate.clone()
+            weights[name + "up_proj.weight"] = up.clone()
+            weights[name + "down_proj.weight"] = down[expert].clone()
+
+
+def _moe(seed: int) -> tuple[dict, dict[str, torch.Tensor]]:
+    config, weights = _target_config(), _weights(seed)
+    config["architectures"] = ["Qwen3_5MoeForConditionalGeneration"]
+    config["model_type"] = "qwen3_5_moe"
+    config["text_config"] |= {"model_type": "qwen3_5_moe_text", **EXPERT_FIELDS}
+    config["vision_config"]["model_type"] = "qwen3_5_moe"
+    _add_experts(weights, True, seed)
+    return config, weights
+
+
+def _next(seed: int) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Qwen3-Next: flat config, plain RoPE, projections of q, k, v, z in one tensor.
+
+    Rows of that tensor are grouped by key head; random ones need no reordering.
+    """
+    text = _target_config()["text_config"]
+    config = {
+        **text,
+        **EXPERT_FIELDS,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+    }
+    weights = {
+        name.replace("model.language_model.", "model."): value
+        for name, value in _weights(seed).items()
+    }
+    for name in [name for name in weights if name.endswith("in_proj_qkv.weight")]:
+        layer = name.removesuffix("qkv.weight")
+        for joint, parts in (("qkvz", ("qkv", "z")), ("ba", ("b", "a"))):
+            found = [weights.pop(f"{layer}{part}.weight") for part in parts]
+            weights[f"{layer}{joint}.weight"] = torch.cat(found)
+    _add_experts(weights, False, seed)
+    return config, weights
+
+
+TARGETS = {
+    "qwen3_5": lambda seed: (_target_config(), _weights(seed)),
+    "qwen3_5_moe": _moe,
+    "qwen3_next": _next,
+}
+
+
+def write_pair(folder: Path, seed: int = 0, kind: str = "qwen3_5") -> tuple[Path, Path]:
     """Write target and drafter.
 
     Args:
         folder: Existing folder.
         seed: Of the weights.
+        kind: Of ``TARGETS``.
 
     Returns:
         Paths of target and drafter.
     """
     target, drafter = folder / "target", folder / "drafter"
     for path, config, weights in (
-        (target, _target_config(), _weights(seed)),
+        (target, *TARGETS[kind](seed)),
         (drafter, _drafter_config(), _drafter_weights(seed)),
     ):
         path.mkdir()

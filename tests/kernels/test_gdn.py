@@ -14,6 +14,7 @@ import torch
 
 from vllm.v1.spec_decode.ddtree import gdn
 from vllm.v1.spec_decode.ddtree.kernels import gdn as kernels
+from vllm.v1.spec_decode.ddtree.kernels import gdn_conv
 from vllm.v1.spec_decode.ddtree.kernels.gdn_commit import GDNCommitter, GDNLayer
 from vllm.v1.spec_decode.ddtree.tree import ancestor_bitmask
 from vllm.v1.spec_decode.ddtree.tree_state import TreeState
@@ -126,11 +127,11 @@ def forward(layer: Layer, batch: Batch):
     """Both kernels; returns mixed, outputs and the scratch."""
     heads, value_heads, dk, dv = layer.dims
     tree, reqs = batch.tree, len(batch.blocks)
-    scratch = kernels.GDNScratch(
+    scratch = gdn_conv.GDNScratch(
         reqs, len(layer.x), layer.channels, value_heads, WIDTH, layer.x.dtype,
         layer.x.device,
     )  # fmt: skip
-    kernels.tree_conv(
+    gdn_conv.tree_conv(
         layer.x, layer.conv_state, batch.indices[:, 0], layer.weight, layer.bias,
         batch.starts, tree, reqs, scratch,
     )  # fmt: skip
@@ -388,7 +389,7 @@ def test_layers_of_different_shapes(device):
     made = []
     for dims in ((1, 1, 16, 16), (1, 2, 16, 16)):
         layer = make_layer(gen, dims, 4, 2, torch.float32, device)
-        scratch = kernels.GDNScratch(
+        scratch = gdn_conv.GDNScratch(
             1, 4, layer.channels, dims[1], WIDTH, torch.float32, device
         )
         made.append(GDNLayer(scratch, layer.conv_state, layer.ssm_state, 0))

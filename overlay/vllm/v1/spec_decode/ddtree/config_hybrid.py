@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the DDTree for vLLM project
-"""Which models with recurrent layers, or with M-RoPE, a tree can serve."""
+"""Which model classes, recurrent layers and M-RoPE models a tree can serve."""
 
 from __future__ import annotations
 
@@ -101,6 +101,32 @@ def unsupported(config: VllmConfig) -> Iterator[tuple[str, Any, str]]:
             True,
             "a hybrid's state inside a block is not kept along a tree's path: set it "
             "to False",
+        )
+
+
+def verify_target_class(config: VllmConfig) -> None:
+    """Refuse a target that gives a DFlash drafter nothing to read.
+
+    For the runner, before any weight is loaded: it imports the model's class, which a
+    front end should not. Upstream finds out after both models are loaded.
+
+    Args:
+        config: Engine configuration.
+
+    Raises:
+        ValueError: Names the model and its class.
+    """
+    from vllm.model_executor.model_loader.utils import get_model_cls
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    model = config.model_config
+    kind = get_model_cls(model)
+    if not supports_eagle3(kind):
+        raise ValueError(
+            f"model={model.model!r} is not supported with tree_budget="
+            f"{config.speculative_config.tree_budget}: its class {kind.__name__} gives "
+            "no auxiliary hidden states, which a DFlash drafter reads; serve another "
+            "model, or this one without a drafter."
         )
 
 

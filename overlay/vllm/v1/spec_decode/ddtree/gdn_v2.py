@@ -27,12 +27,9 @@ from vllm.v1.attention.backends.gdn_attn import (
 )
 from vllm.v1.spec_decode.ddtree import tree_state
 from vllm.v1.spec_decode.ddtree.gdn import GDNTrees
-from vllm.v1.spec_decode.ddtree.kernels.gdn import (
-    GDNScratch,
-    tree_conv,
-    tree_delta_rule,
-)
+from vllm.v1.spec_decode.ddtree.kernels.gdn import tree_delta_rule
 from vllm.v1.spec_decode.ddtree.kernels.gdn_commit import GDNCommitter, GDNLayer
+from vllm.v1.spec_decode.ddtree.kernels.gdn_conv import GDNScratch, tree_conv
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (

@@ -24,6 +24,7 @@ class DDTreeProposer(DFlashProposer):
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner) -> None:
+        config_hybrid.verify_target_class(vllm_config)
         super().__init__(vllm_config, device, runner)
         self.runner = runner
         spec = self.speculative_config

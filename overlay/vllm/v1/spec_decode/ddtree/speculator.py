@@ -18,7 +18,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.spec_decode.ddtree import config as ddtree_config
-from vllm.v1.spec_decode.ddtree import tree_state
+from vllm.v1.spec_decode.ddtree import config_hybrid, tree_state
 from vllm.v1.spec_decode.ddtree.kernels.build import TreeBuilder
 from vllm.v1.spec_decode.ddtree.kernels.context import prepare_tree_inputs
 from vllm.v1.spec_decode.ddtree.kernels.step import store_drafts
@@ -40,6 +40,7 @@ class DDTreeSpeculator(DFlashSpeculator):
     _speculator_name = "DDTree"
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        config_hybrid.verify_target_class(vllm_config)
         super().__init__(vllm_config, device)
         self.tree = tree_state.create(vllm_config, device)
         self.draft_tokens = self.tree.d_tokens

@@ -24,7 +24,7 @@ from .tree import WORD_BITS
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from .kernels.gdn import GDNScratch
+    from .kernels.gdn_conv import GDNScratch
 
 _current: TreeState | None = None
 

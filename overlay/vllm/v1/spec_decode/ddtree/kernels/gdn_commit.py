@@ -15,7 +15,8 @@ import torch
 
 from vllm.triton_utils import tl, triton
 
-from .gdn import NORM_EPSILON, GDNScratch, dot_keys, dot_state, unit_inverse
+from .gdn import NORM_EPSILON, dot_keys, dot_state, unit_inverse
+from .gdn_conv import GDNScratch
 
 
 @dataclass

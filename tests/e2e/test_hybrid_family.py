@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the DDTree for vLLM project
+"""The other targets with gated delta layers: Qwen3.5 with experts, and Qwen3-Next.
+
+As ``test_hybrid``: random weights, steered drafts, a CPU in float32.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import _hybrid
+import pytest
+import torch
+
+import ddtree_cpu as cpu
+
+SEED = 20261205
+LENGTHS = (1, 3, 17, 60)
+MAX_TOKENS = 40
+CLASSES = {
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_next": "Qwen3NextForCausalLM",
+}
+
+
+@dataclass
+class Family:
+    """A random pair of one class, and what plain decoding gives.
+
+    Attributes:
+        kind: Of ``CLASSES``.
+        target, drafter: Folders.
+        texts: Prompts as token ids.
+        plain: The run without a draft.
+    """
+
+    kind: str
+    target: Path
+    drafter: Path
+    texts: list[list[int]]
+    plain: cpu.Run
+
+    def arguments(self) -> dict:
+        return _arguments(self.kind, self.target)
+
+
+def _arguments(kind: str, target: Path) -> dict:
+    found = {"model": str(target), "enable_prefix_caching": False}
+    return found if kind == "qwen3_next" else {**found, **_hybrid.TEXT_ONLY}
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def family(request, tmp_path_factory) -> Family:
+    kind = request.param
+    target, drafter = _hybrid.write_pair(tmp_path_factory.mktemp(kind), kind=kind)
+    rng = random.Random(SEED)
+    texts = [
+        [10 + index] + [rng.randrange(10, 512) for _ in range(size - 1)]
+        for index, size in enumerate(LENGTHS)
+    ]
+    with cpu.engine(None, **_arguments(kind, target)) as llm:
+        model = _hybrid.runner_of(llm).get_model()
+        assert type(model).__name__ == CLASSES[kind]
+        plain = cpu.decode(llm, texts, max_tokens=MAX_TOKENS)
+    return Family(kind, target, drafter, texts, plain)
+
+
+def test_plain_equals_transformers(family):
+    import transformers
+
+    name = CLASSES[family.kind]
+    model = getattr(transformers, name).from_pretrained(
+        str(family.target), dtype=torch.float32
+    )
+    for prompt, want in zip(family.texts, family.plain.tokens, strict=True):
+        got = model.generate(
+            input_ids=torch.tensor([prompt]),
+            max_new_tokens=16,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        assert got[0, len(prompt) :].tolist() == want[:16]
+
+
+def test_tree_equals_plain(family, monkeypatch):
+    _hybrid.Oracle(family.texts, family.plain.tokens, SEED).install(monkeypatch)
+    spec = {"method": "ddtree", "model": str(family.drafter), "tree_budget": 16}
+    with cpu.engine(spec, **family.arguments()) as llm:
+        run = cpu.decode(llm, family.texts, max_tokens=MAX_TOKENS)
+    assert run.tokens == family.plain.tokens
+    assert run.tokens_per_step > 1.5
+    accepted = {size for steps in run.steps for size in steps}
+    assert accepted >= {1, 2, 3}
