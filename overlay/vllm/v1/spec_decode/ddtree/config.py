@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from . import config_hybrid
+from . import config_hybrid, rank_check
 from .params import unsupported_param
 from .params import verify_sampling_params as verify_sampling_params  # for patch 0004
 
@@ -486,6 +486,7 @@ def verify(config: VllmConfig) -> None:
             f"backend_per_kind={config.attention_config.backend_per_kind!r} is not "
             "supported with tree_budget; remove it."
         )
+    rank_check.enabled(config)
     config.attention_config.backend = AttentionBackendEnum.TREE_ATTN
     if v2:
         _set_capture_sizes(config)

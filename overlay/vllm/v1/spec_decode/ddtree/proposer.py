@@ -9,7 +9,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.spec_decode.ddtree import config_hybrid
+from vllm.v1.spec_decode.ddtree import config_hybrid, rank_check
 from vllm.v1.spec_decode.ddtree.build import build_tree
 from vllm.v1.spec_decode.ddtree.tree import TreeBatch
 from vllm.v1.spec_decode.dflash import DFlashProposer
@@ -34,6 +34,7 @@ class DDTreeProposer(DFlashProposer):
         if self.input_ids.shape[0] < self.max_query_tokens:
             # 1 + L queries per request, which upstream takes off the token budget.
             self.input_ids = self.input_ids.new_zeros(self.max_query_tokens)
+        self.rank_checker = rank_check.create(vllm_config)
         self._logits: torch.Tensor | None = None
         self._num_positions: torch.Tensor | None = None
 
@@ -117,7 +118,23 @@ class DDTreeProposer(DFlashProposer):
         )
         tree = self.build_trees(self._logits, self._num_positions)
         self._logits = None
+        if self.rank_checker is not None:
+            self._check_ranks(tree, kwargs["next_token_ids"])
         return trees.store(tree)
+
+    def _check_ranks(self, tree: TreeBatch, last_sampled: torch.Tensor) -> None:
+        """Compare the step's walk and the new trees with the other ranks'."""
+        assert self.rank_checker is not None
+        parts = {
+            "last sampled token": last_sampled,
+            "num_nodes": tree.num_nodes,
+            "token": tree.tokens,
+            "parent": tree.parents,
+        }
+        step = self.runner.ddtree.step
+        if step is not None:
+            parts |= {"walked rows": step.num_sampled, "path": step.path}
+        self.rank_checker.check(self.runner.input_batch.req_ids, parts)
 
     def build_trees(
         self, logits: torch.Tensor, num_positions: torch.Tensor

@@ -18,7 +18,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.spec_decode.ddtree import config as ddtree_config
-from vllm.v1.spec_decode.ddtree import config_hybrid, tree_state
+from vllm.v1.spec_decode.ddtree import config_hybrid, rank_check, tree_state
 from vllm.v1.spec_decode.ddtree.kernels.build import TreeBuilder
 from vllm.v1.spec_decode.ddtree.kernels.context import prepare_tree_inputs
 from vllm.v1.spec_decode.ddtree.kernels.step import store_drafts
@@ -44,6 +44,7 @@ class DDTreeSpeculator(DFlashSpeculator):
         super().__init__(vllm_config, device)
         self.tree = tree_state.create(vllm_config, device)
         self.draft_tokens = self.tree.d_tokens
+        self.rank_checker = rank_check.create(vllm_config)
         self.context_rows = torch.zeros_like(self.context_positions)
         build = DFlashSpeculator._build_draft_attn_metadata
         self._metadata_parameters = frozenset(signature(build).parameters)
@@ -277,4 +278,18 @@ class DDTreeSpeculator(DFlashSpeculator):
                 cudagraph_runtime_mode=batch_desc.cg_mode,
             )
         store_drafts(self.tree, input_batch.idx_mapping, num_reqs)
+        if self.rank_checker is not None and not dummy_run:
+            tree = self.tree
+            self.rank_checker.check(
+                input_batch.req_ids[:num_reqs],
+                {
+                    "num_sampled": num_sampled[:num_reqs],
+                    "last sampled token": last_sampled[input_batch.idx_mapping],
+                    "walked rows": tree.b_num_sampled[:num_reqs],
+                    "path": tree.b_path[:num_reqs],
+                    "num_nodes": tree.d_num_nodes[:num_reqs],
+                    "token": tree.d_tokens[:num_reqs],
+                    "parent": tree.d_parents[:num_reqs],
+                },
+            )
         return self.draft_tokens[:num_reqs]
