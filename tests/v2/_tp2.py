@@ -59,7 +59,10 @@ def main() -> None:
             cpu.decode(llm, job["prompts"], **job["params"])
         except Exception as error:
             found["error"] = str(error)
-    Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
+        Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
+        # Its workers gone, an engine can wait for ever for its sockets to close.
+        sys.stdout.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":
