@@ -11,15 +11,18 @@ a step: a tree of Q rows beside a chain of Q rows. ``speed`` takes a trained pai
 reports tokens per second beside the chain's best length. ``exact`` compares greedy
 texts and shows the gap between the best two tokens where they part.
 
-Every engine runs in a process of its own; arms take turns, ``--rounds`` times. The
-result file is removed before the run; until its end, what the finished arms gave is in
-a file with the suffix ``.part``. Exit code 0, or 2 if an argument is wrong or an engine
-fails.
+Every engine runs in a process of its own; arms take turns, ``--rounds`` times. With
+``--together`` all engines are started at once and stay, so that a turn costs no start
+and the arms of a round stand beside each other in time; all have to fit into memory.
+The result file is removed before the run; until its end, what the finished arms gave is
+in a file with the suffix ``.part``. Exit code 0, or 2 if an argument is wrong or an
+engine fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -83,6 +86,12 @@ def parse() -> argparse.Namespace:
         help="rows of the largest captured graph, both arms (default: vLLM's choice)",
     )
     parser.add_argument("--no-async", action="store_true")
+    parser.add_argument(
+        "--together",
+        type=float,
+        metavar="GIB",
+        help="start all engines at once, each with a KV cache of GIB",
+    )
     parser.add_argument("--attention", choices=["auto", "flash", "triton"])
     return parser.parse_args()
 
@@ -104,6 +113,9 @@ def base_engine(args: argparse.Namespace, batches: list[int]) -> dict[str, Any]:
     else:
         most = {"max_cudagraph_capture_size": args.capture_tokens}
         engine["compilation_config"] = graphs | (most if args.capture_tokens else {})
+    if args.together:
+        engine["kv_cache_memory_bytes"] = int(args.together * 2**30)
+        engine["gpu_memory_utilization"] = 0.01  # asked for at the start, not kept to
     if args.no_async:
         engine["async_scheduling"] = False
     if args.attention:
@@ -111,25 +123,97 @@ def base_engine(args: argparse.Namespace, batches: list[int]) -> dict[str, Any]:
     return engine
 
 
-def run_child(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Results of one engine; its own output goes to stderr."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
-        json.dump(job, file)
-    paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
-    try:
-        done = subprocess.run(
+class Child:
+    """One engine in a process of its own; its other output goes to stderr.
+
+    Args:
+        job: What ``benchlib.child`` is told at the start.
+
+    Raises:
+        BenchError: From every method, if the engine failed.
+    """
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.arm = job["arm"]
+        with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+            json.dump(job, file)
+        self.file = Path(file.name)
+        paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
+        self.process = subprocess.Popen(
             [sys.executable, "-m", "benchlib.child", file.name],
-            env=environment,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
+
+    def wait(self) -> list[dict[str, Any]]:
+        """Results up to the end of the start or of what was asked."""
+        found = []
+        for line in self.process.stdout:
+            if line.startswith("RESULT "):
+                found.append(json.loads(line[7:]))
+            elif line == "DONE\n":
+                return found
+        raise BenchError(f"the engine of arm {self.arm!r} failed; see above")
+
+    def ask(self, **changes: Any) -> list[dict[str, Any]]:
+        """Results of one measurement, with ``changes`` to the job."""
+        try:
+            self.process.stdin.write(json.dumps(changes) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # wait() says so
+        return self.wait()
+
+    def end(self) -> None:
+        """Let it stop, without waiting for that."""
+        self.file.unlink(missing_ok=True)
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    def close(self) -> None:
+        self.end()
+        try:
+            self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def run_child(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Results of an engine that measures once."""
+    child = Child(job)
+    try:
+        child.wait()
+        return child.ask()
     finally:
-        os.unlink(file.name)
-    if done.returncode:
-        raise BenchError(f"the engine of arm {job['arm']!r} failed; see above")
-    lines = done.stdout.splitlines()
-    return [json.loads(x[7:]) for x in lines if x.startswith("RESULT ")]
+        child.close()
+
+
+def run_together(jobs: list[dict[str, Any]], rounds: int, keep) -> None:
+    """Start all engines, then measure ``rounds`` times each batch of each arm.
+
+    Args:
+        jobs: One for each arm.
+        rounds: Turns of every arm.
+        keep: Called with the arm, the round and a result.
+    """
+    children: list[Child] = []
+    try:
+        children += [Child(job) for job in jobs]
+        for child in children:
+            child.wait()
+        for turn in range(rounds):
+            for batch in jobs[0]["batches"]:
+                for child in children:
+                    for result in child.ask(batches=[batch]):
+                        keep(child.arm, turn, result)
+    finally:
+        for child in children:
+            child.end()
+        for child in children:
+            child.close()
 
 
 def step_arms(args: argparse.Namespace, folder: Path) -> dict[str, dict]:
@@ -336,6 +420,7 @@ def run(args: argparse.Namespace) -> None:
         "context": args.context,
         "temperature": args.temperature,
         "max_prompts": args.prompts,
+        "own_process": args.mode == "speed",
     }
     with tempfile.TemporaryDirectory() as scratch:
         if args.mode == "step":
@@ -348,14 +433,25 @@ def run(args: argparse.Namespace) -> None:
             picked = [lines[i * len(lines) // count] for i in range(count)]
             job["prompts"] = [json.loads(line)["text"] for line in picked]
         rounds = 1 if args.mode == "exact" else args.rounds
-        results = []
-        for turn in range(rounds):
-            for name, arm in arms.items():
-                print(f"round {turn + 1}: {name}", file=sys.stderr, flush=True)
-                engine = {**base_engine(args, args.batches), **arm}
-                for result in run_child({**job, "arm": name, "engine": engine}):
-                    results.append({"arm": name, "round": turn, **result})
-                save(args, [], results)  # kept if a later arm fails
+        results: list[dict] = []
+
+        def keep(arm: str, turn: int, result: dict) -> None:
+            results.append({"arm": arm, "round": turn, **result})
+            save(args, [], results)  # kept if a later arm fails
+
+        base = base_engine(args, args.batches)
+        jobs = [
+            {**job, "arm": name, "engine": {**base, **arm}}
+            for name, arm in arms.items()
+        ]
+        if args.together:
+            run_together(jobs, rounds, keep)
+        else:
+            for turn in range(rounds):
+                for each in jobs:
+                    print(f"round {turn + 1}: {each['arm']}", file=sys.stderr)
+                    for result in run_child(each):
+                        keep(each["arm"], turn, result)
     reports = {"step": report_step, "speed": report_speed, "exact": report_exact}
     table = reports[args.mode](results, args)
     save(args, table, [] if args.mode == "exact" else results).replace(args.out)

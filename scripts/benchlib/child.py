@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the DDTree for vLLM project
 """One engine in a process of its own: ``python -m benchlib.child JSON``.
 
-Prints lines ``RESULT {...}``. Times are wall-clock seconds of whole ``generate`` calls
-between device synchronisations.
+Reads a line of JSON with changes to the job for every measurement, and prints lines
+``RESULT {...}``, then ``DONE``; before the first it prints ``DONE`` when the engine is
+ready. Times are wall-clock seconds of whole ``generate`` calls.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for worker_kinds
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
@@ -25,30 +26,46 @@ def emit(**result: Any) -> None:
     print("RESULT " + json.dumps(result), flush=True)
 
 
+def worker_kinds(worker: Any) -> tuple[str, str, bool]:
+    """Names of a worker's runner and speculator, and whether there is a GPU."""
+    import torch
+
+    runner = getattr(worker, "worker", worker).model_runner
+    kinds = [f"{base.__module__}.{base.__name__}" for base in type(runner).__mro__]
+    v2 = "vllm.v1.worker.gpu.model_runner.GPUModelRunner" in kinds
+    speculator = type(getattr(runner, "speculator", None)).__name__
+    return "V2" if v2 else "V1", speculator, torch.cuda.is_available()
+
+
 class Engine:
-    """The ``LLM`` of one arm and its counters."""
+    """The ``LLM`` of one arm and its counters.
+
+    Args:
+        job: ``engine`` has the arguments of ``LLM``. With ``own_process`` the engine
+            core has one, as in a server, where its steps overlap with the handling of
+            outputs; without it can be profiled.
+    """
 
     def __init__(self, job: dict[str, Any]) -> None:
-        import torch
+        own = "1" if job.get("own_process") else "0"
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", own)
 
         from vllm import LLM
 
-        self.torch = torch
         self.llm = LLM(**job["engine"])
-        runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        kinds = [f"{base.__module__}.{base.__name__}" for base in type(runner).__mro__]
-        self.runner = (
-            "V2" if "vllm.v1.worker.gpu.model_runner.GPUModelRunner" in kinds else "V1"
-        )
         spec = job["engine"].get("speculative_config") or {}
-        if spec.get("method") == "ddtree" and torch.cuda.is_available():
-            speculator = type(runner.speculator).__name__
-            if self.runner != "V2" or speculator != "DDTreeSpeculator":
-                raise SystemExit(f"the tree runs on {self.runner}, {speculator}")
+        for runner, speculator, gpu in self.llm.collective_rpc(worker_kinds):
+            tree = runner == "V2" and speculator == "DDTreeSpeculator"
+            if spec.get("method") == "ddtree" and gpu and not tree:
+                raise SystemExit(f"the tree runs on {runner}, {speculator}")
+            self.runner = runner
 
     def sync(self) -> None:
-        if self.torch.cuda.is_available():
-            self.torch.cuda.synchronize()
+        """Wait for the GPU, if this process uses one."""
+        import torch
+
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
     def counters(self) -> dict[str, Any]:
         """Drafts (a step of one request) and accepted tokens, also by depth."""
@@ -178,7 +195,11 @@ MODES = {
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     engine = Engine(job)
-    MODES[job["mode"]](engine, job)
+    print("DONE", flush=True)
+    for line in sys.stdin:
+        turn = {**job, **json.loads(line)}
+        MODES[turn["mode"]](engine, turn)
+        print("DONE", flush=True)
 
 
 if __name__ == "__main__":

@@ -168,12 +168,15 @@ def test_preemption(engine, texts, count, plain, oracle):
 
 
 def one_token_between_others(engine, texts) -> list[list[int]]:
-    """Tokens of a prompt of one token, three times in slots that others used."""
-    one = [40]
-    with engine(31, max_num_seqs=1, num_gpu_blocks_override=10) as llm:
-        order = [one, texts[9], one, texts[8], one]
+    """Tokens of a prompt of one token, three times.
+
+    Between them come enough others to go through all blocks, which are taken by turns.
+    """
+    one, others = [40], texts[8:]
+    with engine(31, max_num_seqs=1, num_gpu_blocks_override=24) as llm:
+        order = [one, *others, one, *others, one]
         run = cpu.decode(llm, order, concurrency=1, max_tokens=8)
-    return run.tokens[::2]
+    return run.tokens[:: len(others) + 1]
 
 
 @needs_gpu
