@@ -105,6 +105,12 @@ def test_tree_equals_plain(family, monkeypatch):
     _hybrid.Oracle(family.texts, family.plain.tokens, SEED).install(monkeypatch)
     spec = {"method": "ddtree", "model": str(family.drafter), "tree_budget": 16}
     with cpu.engine(spec, **family.arguments()) as llm:
+        runner = _hybrid.runner_of(llm)
+        model = runner.get_model()
+        # What the pages are sized for is what the layers keep: one state, no drafts.
+        pages = type(model).get_mamba_state_shape_from_config(runner.vllm_config)
+        layers = [m for m in model.modules() if hasattr(m, "conv_kernel_size")]
+        assert {tuple(m.get_state_shape()) for m in layers} == {tuple(pages)}
         run = cpu.decode(llm, family.texts, max_tokens=MAX_TOKENS)
     assert run.tokens == family.plain.tokens
     assert run.tokens_per_step > 1.5

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.states import RequestState
 
+
 class DDTreeModelStateMixin:
     """Adds trees to a model state. Put it before the class that it extends."""
 
