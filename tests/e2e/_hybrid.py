@@ -240,6 +240,13 @@ def _moe(seed: int) -> tuple[dict, dict[str, torch.Tensor]]:
     return config, weights
 
 
+def _flat_weights(seed: int) -> dict[str, torch.Tensor]:
+    return {
+        name.replace("model.language_model.", "model."): value
+        for name, value in _weights(seed).items()
+    }
+
+
 def _next(seed: int) -> tuple[dict, dict[str, torch.Tensor]]:
     """Qwen3-Next: flat config, plain RoPE, projections of q, k, v, z in one tensor.
 
@@ -256,10 +263,7 @@ def _next(seed: int) -> tuple[dict, dict[str, torch.Tensor]]:
         "norm_topk_prob": True,
         "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
     }
-    weights = {
-        name.replace("model.language_model.", "model."): value
-        for name, value in _weights(seed).items()
-    }
+    weights = _flat_weights(seed)
     for name in [name for name in weights if name.endswith("in_proj_qkv.weight")]:
         layer = name.removesuffix("qkv.weight")
         for joint, parts in (("qkvz", ("qkv", "z")), ("ba", ("b", "a"))):
@@ -269,10 +273,27 @@ def _next(seed: int) -> tuple[dict, dict[str, torch.Tensor]]:
     return config, weights
 
 
+def _text(seed: int) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Qwen3.5 without an image tower: upstream drops the M-RoPE of its config."""
+    config = {
+        **_target_config()["text_config"],
+        "architectures": ["Qwen3_5ForCausalLM"],
+    }
+    return config, _flat_weights(seed)
+
+
+def _intern(seed: int) -> tuple[dict, dict[str, torch.Tensor]]:
+    config, weights = _moe(seed)
+    config["architectures"] = ["InternS2PreviewForConditionalGeneration"]
+    return config, weights
+
+
 TARGETS = {
     "qwen3_5": lambda seed: (_target_config(), _weights(seed)),
     "qwen3_5_moe": _moe,
+    "qwen3_5_text": _text,
     "qwen3_next": _next,
+    "interns2_preview": _intern,
 }
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from vllm.v1.spec_decode.ddtree import gdn
+from vllm.v1.spec_decode.ddtree import gdn, gdn_v2
 from vllm.v1.spec_decode.ddtree.kernels import gdn as kernels
 from vllm.v1.spec_decode.ddtree.kernels import gdn_conv
 from vllm.v1.spec_decode.ddtree.kernels.gdn_commit import GDNCommitter, GDNLayer
@@ -395,3 +396,47 @@ def test_layers_of_different_shapes(device):
         made.append(GDNLayer(scratch, layer.conv_state, layer.ssm_state, 0))
     with pytest.raises(ValueError, match="2 kinds"):
         GDNCommitter(made, 1, 3)
+
+
+def as_upstream(layer, batch, monkeypatch) -> SimpleNamespace:
+    """The layer with upstream's names; its step is the forward context's."""
+    heads, value_heads, dk, dv = layer.dims
+    found = SimpleNamespace(
+        prefix="layer",
+        _forward_core=None,  # for prompts, of which there are none
+        kv_cache=(layer.conv_state.transpose(-1, -2), layer.ssm_state),
+        conv1d=SimpleNamespace(weight=layer.weight[:, None], bias=layer.bias),
+        activation="silu",
+        A_log=layer.a_log,
+        dt_bias=layer.dt_bias,
+        num_k_heads=heads,
+        num_v_heads=value_heads,
+        tp_size=1,
+        conv_dim=layer.channels,
+        conv_kernel_size=WIDTH,
+        model_config=SimpleNamespace(dtype=layer.x.dtype),
+    )
+    trees = gdn.GDNTrees(len(batch.blocks), batch.starts, batch.indices[:, 0], None)
+    context = SimpleNamespace(attn_metadata={"layer": SimpleNamespace(tree=trees)})
+    monkeypatch.setattr(gdn_v2, "get_forward_context", lambda: context)
+    monkeypatch.setattr(gdn_v2.tree_state, "_current", batch.tree)
+    batch.tree.gdn_scratch = gdn_v2.make_scratch(
+        [found], len(batch.blocks), len(layer.x), layer.x.device
+    )
+    return found
+
+
+def test_gates_of_one_projection(device, monkeypatch):
+    """As many value as key heads in Qwen3-Next: b and a of a head are neighbours."""
+    gen = torch.Generator().manual_seed(0)
+    parents = [random_tree(gen, 3, 3), None, None]
+    batch = make_batch(device, 3, 3, parents, [4, 3, 1], [3, 1, 2])
+    layer = make_layer(gen, (2, 2, 16, 16), 8, 4, torch.float32, device)
+    both = torch.stack([layer.b, layer.a], dim=-1).flatten(1)  # b0 a0 b1 a1
+    grouped = both.view(8, 2, 2)
+    b, a = (part.reshape(8, 2) for part in grouped.split([1, 1], dim=2))
+    assert a.stride() == (4, 2)
+    out = torch.zeros(8, 2, 16, device=device)
+    gdn_v2.forward_core(as_upstream(layer, batch, monkeypatch), layer.x, b, a, out)
+    for r, (first, last) in enumerate(((0, 4), (4, 7), (7, 8))):
+        close(out[first:last], reference(layer, batch, r)[1], torch.float32)

@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-# Models whose recurrent layers are all of GATED_DELTA_LAYER.
+# Models whose recurrent layers are all of GATED_DELTA_LAYER, and whose classes give
+# auxiliary hidden states. The text-only ones of Qwen3.5 are registered since 0.27.
 GATED_DELTA_MODELS = frozenset(
     {
+        "InternS2PreviewForConditionalGeneration",
+        "Qwen3_5ForCausalLM",
         "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM",
         "Qwen3_5MoeForConditionalGeneration",
         "Qwen3NextForCausalLM",
     }
@@ -52,6 +56,12 @@ def recurrent_layers(text_config: Any) -> str:
     return "recurrent layers of an unknown kind"
 
 
+def _registered(model: ModelConfig) -> bool:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    return model.architecture in ModelRegistry.models
+
+
 def serves_gated_delta(model: ModelConfig) -> bool:
     """Whether a model is a hybrid that trees are written for."""
     return model.is_hybrid and model.architecture in GATED_DELTA_MODELS
@@ -72,6 +82,15 @@ def unsupported(config: VllmConfig) -> Iterator[tuple[str, Any, str]]:
     """
     model = config.model_config
     served = serves_gated_delta(model)
+    if served and not _registered(model):
+        # Upstream then takes the class of a like name, and fails when it is built.
+        yield (
+            "model",
+            f"{model.model} ({model.architecture}, a class that this release of vLLM "
+            "does not have)",
+            "use a newer release, or the checkpoint with its image tower",
+        )
+        return
     dense = "use a dense full-attention decoder, or plain method='dflash'"
     kinds = [
         (

@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm.config import get_layers_from_vllm_config
 from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.gdn_attn import (
@@ -25,18 +28,22 @@ from vllm.v1.attention.backends.gdn_attn import (
     GDNAttentionMetadata,
     GDNAttentionMetadataBuilder,
 )
-from vllm.v1.spec_decode.ddtree import tree_state
+from vllm.v1.spec_decode.ddtree import config_hybrid, tree_state
 from vllm.v1.spec_decode.ddtree.gdn import GDNTrees
 from vllm.v1.spec_decode.ddtree.kernels.gdn import tree_delta_rule
 from vllm.v1.spec_decode.ddtree.kernels.gdn_commit import GDNCommitter, GDNLayer
 from vllm.v1.spec_decode.ddtree.kernels.gdn_conv import GDNScratch, tree_conv
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
         QwenGatedDeltaNetAttention,
     )
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.spec_decode.ddtree.tree_state import TreeState
+
+logger = init_logger(__name__)
 
 
 class TreeGDNAttentionBackend(GDNAttentionBackend):
@@ -164,6 +171,9 @@ def forward_core(
     core_attn_out: torch.Tensor,
 ) -> None:
     """In place of the layer's ``_forward_core``, with its arguments."""
+    # Views of one projection in Qwen3-Next, whose heads are not adjacent where there
+    # are as many of keys as of values. Neither kernels here nor upstream's expect that.
+    b, a = b.contiguous(), a.contiguous()
     metadata = get_forward_context().attn_metadata
     own: Any = metadata[layer.prefix] if isinstance(metadata, dict) else None
     if own is None or own.tree is None:
@@ -263,6 +273,44 @@ def make_scratch(
         )
         for layer in layers
     }
+
+
+def allocate_scratch(
+    vllm_config: VllmConfig, tree: TreeState, device: torch.device
+) -> None:
+    """Put the target's scratch into ``tree.gdn_scratch``; none for a dense target.
+
+    For the speculator, while it loads the drafter: upstream counts what is allocated
+    until then as the models', and then only what a profiling run adds. Memory that is
+    allocated in between goes to the KV cache once more.
+
+    Args:
+        vllm_config: Engine configuration; the target is loaded.
+        tree: The buffers.
+        device: The runner's device.
+
+    Raises:
+        ValueError: A recurrent layer of another kind.
+    """
+    layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, MambaBase)
+    config_hybrid.verify_layers(layers)
+    if not layers:
+        return
+    scheduler = vllm_config.scheduler_config
+    most = scheduler.max_num_seqs * tree.num_rows
+    tree.gdn_scratch = make_scratch(
+        layers.values(),
+        scheduler.max_num_seqs,
+        min(most, scheduler.max_num_batched_tokens),
+        device,
+    )
+    logger.info(
+        "Gated delta layers keep %.2f GiB of layer inputs for trees of %d rows in "
+        "up to %d requests; max_num_seqs bounds it.",
+        sum(s.num_bytes for s in tree.gdn_scratch.values()) / (1 << 30),
+        tree.num_rows,
+        scheduler.max_num_seqs,
+    )
 
 
 def make_committer(

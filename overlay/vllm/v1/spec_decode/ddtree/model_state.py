@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.config import get_layers_from_vllm_config
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.spec_decode.ddtree import config_hybrid, gdn_v2, tree_state
+from vllm.v1.spec_decode.ddtree import gdn_v2, tree_state
 from vllm.v1.spec_decode.ddtree.gpu_sampler import DDTreeSampler
 from vllm.v1.spec_decode.ddtree.kernels.gdn_commit import GDNCommitter
 from vllm.v1.spec_decode.ddtree.kernels.kv_compact import KVCompactor
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_states.interface import ModelState
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.states import RequestState
-
-logger = init_logger(__name__)
 
 
 class DDTreeModelStateMixin:
@@ -152,35 +149,15 @@ class DDTreeModelState(DDTreeModelStateMixin, DefaultModelState):
 
 
 class DDTreeHybridModelState(DDTreeModelStateMixin, MambaHybridModelState):
-    """Trees over targets with gated delta layers.
-
-    Raises:
-        ValueError: A recurrent layer of another kind.
-    """
+    """Trees over targets with gated delta layers."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any) -> None:
         super().__init__(vllm_config, *args)
-        layers = get_layers_from_vllm_config(vllm_config, MambaBase)
-        config_hybrid.verify_layers(layers)
-        self._gdn_layers: dict[str, Any] = layers
-        scheduler = vllm_config.scheduler_config
-        # Now, so that profiling sees it.
-        scratch = gdn_v2.make_scratch(
-            layers.values(),
-            scheduler.max_num_seqs,
-            min(
-                scheduler.max_num_seqs * self.tree.num_rows,
-                scheduler.max_num_batched_tokens,
-            ),
-            self.device,
+        self._gdn_layers: dict[str, Any] = get_layers_from_vllm_config(
+            vllm_config, MambaBase
         )
-        self.tree.gdn_scratch = scratch
-        logger.info(
-            "Gated delta layers keep %.2f GiB of layer inputs for trees of %d rows in "
-            "up to %d requests; max_num_seqs bounds it.",
-            sum(s.num_bytes for s in scratch.values()) / (1 << 30),
-            self.tree.num_rows,
-            scheduler.max_num_seqs,
+        assert self.tree.gdn_scratch.keys() == self._gdn_layers.keys(), (
+            "the speculator allocates what the layers keep"
         )
         self._committer: GDNCommitter | None = None
         self._new_block_ids: list[tuple[list[int], ...]] = []

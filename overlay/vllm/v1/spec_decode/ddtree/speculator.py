@@ -18,7 +18,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.spec_decode.ddtree import config as ddtree_config
-from vllm.v1.spec_decode.ddtree import config_hybrid, rank_check, tree_state
+from vllm.v1.spec_decode.ddtree import config_hybrid, gdn_v2, rank_check, tree_state
 from vllm.v1.spec_decode.ddtree.kernels.build import TreeBuilder
 from vllm.v1.spec_decode.ddtree.kernels.context import prepare_tree_inputs
 from vllm.v1.spec_decode.ddtree.kernels.step import store_drafts
@@ -79,6 +79,7 @@ class DDTreeSpeculator(DFlashSpeculator):
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load the drafter and tell its layers from the target's."""
+        gdn_v2.allocate_scratch(self.vllm_config, self.tree, self.device)
         super().load_model(target_model)
         self.tree.draft_layers = frozenset(self.draft_attn_layer_names)
 
