@@ -39,7 +39,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
     parser.add_argument("--arms", default="chain,tree", help="chain, tree or both")
     parser.set_defaults(
-        dtype="bfloat16", no_async=False, attention=None, capture_tokens=None
+        dtype="bfloat16",
+        no_async=False,
+        attention=None,
+        capture_tokens=None,
+        together=None,
     )
     return parser.parse_args()
 

@@ -4,7 +4,27 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
+import pytest
 import torch
+from _v2 import ON_GPU
+
+
+@contextlib.contextmanager
+def float32_prompts() -> Iterator[None]:
+    """Let prompts be float32 on a GPU, where upstream's chunked kernel is not."""
+    if not ON_GPU:
+        yield
+        return
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
+        ChunkGatedDeltaRule,
+    )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChunkGatedDeltaRule, "forward_native", recurrent_rule)
+        yield
 
 
 def recurrent_rule(_, q, k, v, g, beta, initial_state, cu_seqlens=None, **unused):

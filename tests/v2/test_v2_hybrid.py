@@ -24,7 +24,7 @@ from _v2 import (
     runner,
     settings,
 )
-from _v2_hybrid import Oracle, recurrent_rule
+from _v2_hybrid import Oracle, float32_prompts
 
 import ddtree_cpu as cpu
 
@@ -53,16 +53,8 @@ def arguments(pair) -> dict:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def float32_prompts(on_gpu):
-    if not on_gpu:
-        yield
-        return
-    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
-        ChunkGatedDeltaRule,
-    )
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ChunkGatedDeltaRule, "forward_native", recurrent_rule)
+def prompts_in_float32():
+    with float32_prompts():
         yield
 
 
