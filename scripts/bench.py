@@ -25,13 +25,13 @@ import argparse
 import contextlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchlib.report import plot, report_exact, report_speed, report_step
 from benchlib.shapes import HYBRID_ENGINE, HYBRIDS, SHAPES, write_shape
 
 HERE = Path(__file__).resolve().parent
@@ -84,6 +84,11 @@ def parse() -> argparse.Namespace:
         "--capture-tokens",
         type=int,
         help="rows of the largest captured graph, both arms (default: vLLM's choice)",
+    )
+    parser.add_argument(
+        "--capture-batches",
+        action="store_true",
+        help="capture each arm's graphs for the sizes of --batches and below",
     )
     parser.add_argument("--no-async", action="store_true")
     parser.add_argument(
@@ -216,6 +221,21 @@ def run_together(jobs: list[dict[str, Any]], rounds: int, keep) -> None:
             child.close()
 
 
+def captured(arm: dict[str, Any], batches: list[int]) -> list[int]:
+    """Tokens of whole batches of an arm's target and drafter.
+
+    Also of smaller batches, since requests do not end in the same step.
+    """
+    spec = arm.get("speculative_config", {})
+    rows = 1 + spec.get("tree_budget", spec.get("num_speculative_tokens", 0))
+    kinds = {rows}
+    if spec:
+        config = json.loads((Path(spec["model"]) / "config.json").read_text())
+        kinds.add(min(rows, config["block_size"]))
+    counts = {n for k in range(10) for n in (2**k, 3 * 2**k) if n <= max(batches)}
+    return sorted({n * kind for n in counts | set(batches) for kind in kinds})
+
+
 def step_arms(args: argparse.Namespace, folder: Path) -> dict[str, dict]:
     arms: dict[str, dict] = {}
     for rows in args.rows:
@@ -251,6 +271,7 @@ def pair_arms(args: argparse.Namespace) -> dict[str, dict]:
         )
     target, drafter = str(args.pair / "target"), str(args.pair / "drafter")
     arms: dict[str, dict] = {"plain": {"model": target}}
+    config = json.loads((args.pair / "target" / "config.json").read_text())
     for length in args.chains:
         arms[f"chain {length}"] = {
             "model": target,
@@ -270,128 +291,9 @@ def pair_arms(args: argparse.Namespace) -> dict[str, dict]:
                 "tree_policy": args.policy,
             },
         }
+    if "linear_attention" in config.get("text_config", config).get("layer_types", []):
+        arms = {name: {**arm, **HYBRID_ENGINE} for name, arm in arms.items()}
     return arms
-
-
-def spread(samples: list[float]) -> str:
-    return (
-        f"{statistics.median(samples):.3f} ({min(samples):.3f} to {max(samples):.3f})"
-    )
-
-
-def report_step(results: list[dict], args: argparse.Namespace) -> list[dict]:
-    """Ratios tree over chain of equal rows, by batch."""
-    table = []
-    for rows in args.rows:
-        for batch in args.batches:
-            times = {}
-            for kind in ("chain", "tree"):
-                times[kind] = [
-                    ms
-                    for r in results
-                    if r["arm"] == f"{kind} of {rows} rows" and r["batch"] == batch
-                    for ms in r["ms_per_step"]
-                ]
-            ratio = statistics.median(times["tree"]) / statistics.median(times["chain"])
-            table.append({"rows": rows, "batch": batch, "ratio": round(ratio, 4)})
-            print(
-                f"{rows:3} rows, batch {batch:2}: chain {spread(times['chain'])} ms, "
-                f"tree {spread(times['tree'])} ms, ratio {ratio:.3f}"
-            )
-    return table
-
-
-def report_speed(results: list[dict], args: argparse.Namespace) -> list[dict]:
-    """Tokens per second over the chain's best length, by batch."""
-    table = []
-    for batch in args.batches:
-        here = [r for r in results if r["batch"] == batch]
-        merged: dict[str, dict] = {}
-        for r in here:
-            arm = merged.setdefault(r["arm"], {**r, "tokens_per_second": []})
-            arm["tokens_per_second"] += r["tokens_per_second"]
-        speeds = {
-            name: statistics.median(arm["tokens_per_second"])
-            for name, arm in merged.items()
-        }
-        chains = [name for name in speeds if name.startswith("chain")]
-        best = max(chains, key=speeds.get) if chains else "plain"
-        for name, arm in merged.items():
-            steps = arm["tokens_per_step"]
-            row = {
-                "batch": batch,
-                "arm": name,
-                "tokens_per_second": round(speeds[name], 1),
-                "low": round(min(arm["tokens_per_second"]), 1),
-                "high": round(max(arm["tokens_per_second"]), 1),
-                "tokens_per_step": round(steps, 3),
-                "ms_per_step": round(1000 * batch * steps / speeds[name], 3),
-                "over_best_chain": round(speeds[name] / speeds[best], 3),
-                "best_chain": best,
-                "accepted_by_depth": arm["accepted_by_depth"],
-            }
-            table.append(row)
-            print(
-                f"batch {batch:2} {name:10} {row['tokens_per_second']:9.1f} tokens/s "
-                f"({row['low']:.1f} to {row['high']:.1f}), {steps:.3f} tokens a step, "
-                f"{row['ms_per_step']:.3f} ms a step, {row['over_best_chain']:.3f} "
-                f"of {best}"
-            )
-    return table
-
-
-def report_exact(results: list[dict], args: argparse.Namespace) -> list[dict]:
-    """Where each arm leaves plain decoding, and how close the best two were there."""
-    table = []
-    for batch in args.batches:
-        here = {r["arm"]: r for r in results if r["batch"] == batch}
-        plain = here["plain"]
-        for name, arm in here.items():
-            if name == "plain":
-                continue
-            parted = []
-            for i, (got, want) in enumerate(
-                zip(arm["tokens"], plain["tokens"], strict=True)
-            ):
-                if got != want:
-                    at = next(
-                        k
-                        for k, (a, b) in enumerate(zip(got, want, strict=True))
-                        if a != b
-                    )
-                    gap = plain["gaps"][i][at]
-                    parted.append({"prompt": i, "token": at, "gap": gap})
-            largest = max((p["gap"] for p in parted), default=0.0)
-            count = len(plain["tokens"])
-            row = {"batch": batch, "arm": name, "same": count - len(parted)}
-            row |= {"prompts": count, "largest_gap": largest, "parted": parted}
-            table.append(row)
-            print(
-                f"batch {batch:2} {name:10} {row['same']}/{count} as plain, largest "
-                f"gap where they part: {largest}"
-            )
-    return table
-
-
-def plot(table: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for batch in sorted({row["batch"] for row in table}):
-        rows = [r for r in table if r["batch"] == batch and r["arm"].startswith("tree")]
-        budgets = [int(r["arm"].split()[1]) for r in rows]
-        ratios = [r["over_best_chain"] for r in rows]
-        axes.plot(budgets, ratios, marker="o", label=f"batch {batch}")
-    axes.axhline(1.0, color="grey", linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("tree budget N")
-    axes.set_ylabel("tokens per second over the best chain")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
 
 
 def save(args: argparse.Namespace, table: list[dict], results: list[dict]) -> Path:
@@ -440,6 +342,10 @@ def run(args: argparse.Namespace) -> None:
             save(args, [], results)  # kept if a later arm fails
 
         base = base_engine(args, args.batches)
+        if args.capture_batches and "compilation_config" in base:
+            for arm in arms.values():
+                sizes = {"cudagraph_capture_sizes": captured(arm, args.batches)}
+                arm["compilation_config"] = base["compilation_config"] | sizes
         jobs = [
             {**job, "arm": name, "engine": {**base, **arm}}
             for name, arm in arms.items()
