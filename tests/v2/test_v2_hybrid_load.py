@@ -31,6 +31,8 @@ def test_layer_inputs_count_as_loaded(tmp_path, monkeypatch):
     target, drafter = _hybrid.write_pair(tmp_path)
     spec = {"method": "ddtree", "model": str(drafter), "tree_budget": 7}
     args = {"model": str(target), "enable_prefix_caching": False, **_hybrid.TEXT_ONLY}
+    # The default kernel needs FlashInfer on some GPUs.
+    args["additional_config"] = {"gdn_prefill_backend": "triton"}
     with cpu.engine(spec, **settings(**args)) as llm:
         runner = check_tree(llm, spec)
         used = {
