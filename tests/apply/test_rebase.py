@@ -251,15 +251,19 @@ def test_kill_and_run_again(project: Project, rebase: Rebase, tmp_path: Path) ->
     ]  # fmt: skip
     before = {n: snapshot(project.root / n) for n in ("patches", "overlay")}
     place = project.root / "build" / f"rebase-{NEW}"
+    begin = time.monotonic()
+    subprocess.run(argv, stdout=subprocess.DEVNULL, check=False)
+    whole = time.monotonic() - begin
+    shutil.rmtree(place)
     killed = 0
-    for wait in (0.5, 0.8, 1.1):
+    for part in (0.3, 0.5, 0.7, 0.9):  # machines differ too much for seconds
         process = subprocess.Popen(
             argv,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        time.sleep(wait)
+        time.sleep(part * whole)
         if process.poll() is None:
             killed += 1
             os.killpg(process.pid, signal.SIGKILL)
