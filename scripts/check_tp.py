@@ -181,6 +181,8 @@ def environment_of(gpu: bool, cores: list[int]):
             "VLLM_CPU_OMP_THREADS_BIND": bind,
             "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
             "OMP_NUM_THREADS": "1",
+            # What would be compiled is for sampling, and takes longer than the rest.
+            "TORCHDYNAMO_DISABLE": "1",
         }
 
     return variables
