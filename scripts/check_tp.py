@@ -14,7 +14,7 @@ preemption in a small pool; after each of these a request alone has to be answer
 all texts have to be right. An engine that says nothing for ``--timeout`` seconds is
 killed with all its workers.
 ``step`` times trees beside chains of equal rows, at real shapes without weights, at
-TP 1 and TP N; its figures fail nothing.
+TP 1 and TP N; its figures fail nothing. On a CPU it takes a bundled pair.
 
 On GPUs every rank has to run the V2 model runner and DDTreeSpeculator, with CUDA
 graphs, asynchronous scheduling, and NCCL_NVLS_ENABLE=0. With vLLM's build for CPUs it
@@ -47,6 +47,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAIRS = [ROOT / "models" / name for name in ("tiny-qwen3", "tiny-qwen3_5")]
 CHECKS = ("exact", "hang", "step")
 STEP_TOKENS = 64
+TINY = "tiny"  # shape: a bundled pair, weights and all
+TINY_ROWS = 16
 
 
 class Parser(argparse.ArgumentParser):
@@ -107,8 +109,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=whole(2, 768), default=256, help="of each text")
     add("--batches", type=wholes(1, 64), default=[1, 8])
     add("--budget", type=whole(1, 127), default=31, help="of the pairs' trees")
-    shapes = sorted({**SHAPES, **HYBRIDS})
-    add("--shape", choices=shapes, default="27b-16l", help="of step")
+    shapes = sorted({**SHAPES, **HYBRIDS, TINY: None})
+    add("--shape", choices=shapes, help="of step; default: 27b-16l, tiny on a CPU")
     add("--rows", type=wholes(2, 128), default=[16, 32, 64], help="of step")
     add("--repeats", type=whole(1), default=5, help="of step")
     add("--timeout", type=whole(1), default=600, help="seconds of silence")
@@ -166,6 +168,41 @@ def check_heads(args: argparse.Namespace, path: Path) -> None:
                 f"--tensor-parallel-size {size}: does not divide {key} {heads} of "
                 f"{path}; take a size that does, or another --pair"
             )
+
+
+def check_shape(args: argparse.Namespace, gpu: bool) -> None:
+    """Set the default shape; raise BenchError on one that cannot run here."""
+    args.shape = args.shape or ("27b-16l" if gpu else TINY)
+    if "step" not in args.only:
+        return
+    if not gpu and args.shape != TINY:
+        # Upstream's drafter reads a weight that loading on a CPU has packed away.
+        raise BenchError(
+            f"--shape {args.shape}: on a CPU no drafter runs without weights; take "
+            f"{TINY}"
+        )
+    if args.shape == TINY and max(args.rows) > TINY_ROWS:
+        raise BenchError(
+            f"--rows {max(args.rows)}: the drafter of --shape {TINY} has {TINY_ROWS}; "
+            "take no more"
+        )
+
+
+def step_arms(args: argparse.Namespace, folder: Path) -> dict[str, dict]:
+    """``bench.step_arms``, which knows no ``tiny``."""
+    if args.shape != TINY:
+        return bench.step_arms(args, folder)
+    lengths = [rows - 1 for rows in args.rows]
+    arms = bench.pair_arms(
+        argparse.Namespace(
+            pair=PAIRS[0], chains=lengths, budgets=lengths, policy="best_first"
+        )
+    )
+    return {
+        f"{kind} of {n + 1} rows": arms[f"{kind} {n}"]
+        for n in lengths
+        for kind in ("chain", "tree")
+    }
 
 
 def environment_of(gpu: bool, cores: list[int]):
@@ -243,12 +280,11 @@ def run(args: argparse.Namespace) -> Session:
     cores = sorted(os.sched_getaffinity(0))
     gpus = torch.cuda.device_count() if cuda else 0
     gpu = find_device(args.tensor_parallel_size, cuda, gpus, len(cores))
+    check_shape(args, gpu)
     args.dtype = args.dtype or ("bfloat16" if gpu else "float32")
     device = torch.cuda.get_device_name() if gpu else "cpu"
     if not gpu:
         args.cudagraph = "eager"
-        if "step" in args.only and args.shape != "small":
-            raise BenchError(f"--shape {args.shape}: too large for a CPU; take small")
         print("check_tp.py: vLLM for CPUs: a rehearsal", file=sys.stderr)
 
     longest = args.max_model_len = 1024 if gpu else 256
@@ -277,7 +313,9 @@ def run(args: argparse.Namespace) -> Session:
                 "repeats": args.repeats,
             }
             with tempfile.TemporaryDirectory() as scratch:
-                arms = bench.step_arms(args, Path(scratch))
+                arms = step_arms(args, Path(scratch))
+                if gpu:  # as bench.py
+                    base["max_model_len"] = 4096
                 run_step(session, base, arms, job)
     save(args, session, device).replace(args.out)
     return session
