@@ -149,6 +149,16 @@ def check_files(args: argparse.Namespace) -> None:
                     f"--pair {pair}: has no {name}; give a folder made by "
                     "scripts/train_pair.py"
                 )
+        try:
+            lines = (pair / "heldout.jsonl").read_text("utf-8").splitlines()
+            texts = [json.loads(line)["text"] for line in lines]
+        except (ValueError, KeyError, TypeError):
+            texts = []
+        if not texts:
+            raise BenchError(
+                f"--pair {pair}: heldout.jsonl is no list of objects with a text, one "
+                "a line; make it again with scripts/train_pair.py"
+            )
         for part in ("target", "drafter"):
             check_heads(args, pair / part / "config.json")
 
@@ -251,6 +261,7 @@ def save(args: argparse.Namespace, session: Session, device: str) -> Path:
     arguments = {key: str(value) for key, value in vars(args).items()}
     document = {
         "device": device,
+        "vllm": importlib.metadata.version("vllm"),
         "rehearsal": not session.gpu,
         "tensor_parallel_size": session.size,
         "ok": not session.failures and not session.errors,

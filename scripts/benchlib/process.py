@@ -140,6 +140,11 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        # The next engine wants the memory of the last worker.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            for _ in range(50):
+                os.killpg(self.process.pid, 0)
+                time.sleep(0.1)
 
     def end(self) -> None:
         """Let it stop, without waiting for that."""

@@ -232,7 +232,7 @@ class PairCheck:
         if "exact" in only:
             with self.session.part(self.name(f"exact: tree at TP {size}")):
                 self.run_ranks()
-            if size > 1:
+            if size > 1 and self.groups:
                 with self.session.part(self.name("exact: tree at TP 1")):
                     self.run_one()
         if "hang" in only:
@@ -258,8 +258,6 @@ class PairCheck:
     def run_one(self) -> None:
         """The same requests with trees at TP 1."""
         name = self.name("tree at TP 1")
-        if not self.groups:
-            return
         with self.session.child(name, self.tree(1)) as (child, _):
             for batch, results in self.groups.items():
                 groups = [

@@ -75,6 +75,17 @@ def test_bad_arguments(monkeypatch, capsys, tmp_path, arguments, said):
     assert not list(tmp_path.iterdir())
 
 
+def test_pair_without_prompts(monkeypatch, capsys, tmp_path):
+    for part in ("target", "drafter"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "config.json").write_text("{}", encoding="utf-8")
+    for text in ("", "[1]\n", '{"text": "a"}\nb\n'):
+        (tmp_path / "heldout.jsonl").write_text(text, encoding="utf-8")
+        out = str(tmp_path / "out.json")
+        assert call(monkeypatch, "--out", out, "--pair", str(tmp_path)) == 2
+        assert "heldout.jsonl is no list of objects" in capsys.readouterr().err
+
+
 def test_fewer_gpus_than_asked():
     assert check_tp.find_device(2, True, 2, 1)
     assert not check_tp.find_device(2, False, 0, 2)
