@@ -22,29 +22,22 @@ engine fails.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchlib.process import BenchError, Child, exit_on_sigterm, run_child
 from benchlib.report import plot, report_exact, report_speed, report_step
 from benchlib.shapes import HYBRID_ENGINE, HYBRIDS, SHAPES, write_shape
 
-HERE = Path(__file__).resolve().parent
 GRAPHS = {
     "full": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     "compiled": {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"},
     "piecewise": {"mode": 3, "cudagraph_mode": "PIECEWISE"},
     "eager": None,
 }
-
-
-class BenchError(Exception):
-    """What the user has to mend, in one line."""
 
 
 def numbers(text: str) -> list[int]:
@@ -98,6 +91,7 @@ def parse() -> argparse.Namespace:
         help="start all engines at once, each with a KV cache of GIB",
     )
     parser.add_argument("--attention", choices=["auto", "flash", "triton"])
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
     return parser.parse_args()
 
 
@@ -112,6 +106,8 @@ def base_engine(args: argparse.Namespace, batches: list[int]) -> dict[str, Any]:
         "disable_log_stats": False,
         "seed": 0,
     }
+    if args.tensor_parallel_size > 1:
+        engine["tensor_parallel_size"] = args.tensor_parallel_size
     graphs = GRAPHS[args.cudagraph]
     if graphs is None:
         engine["enforce_eager"] = True
@@ -126,74 +122,6 @@ def base_engine(args: argparse.Namespace, batches: list[int]) -> dict[str, Any]:
     if args.attention:
         engine["additional_config"] = {"ddtree_attention": args.attention}
     return engine
-
-
-class Child:
-    """One engine in a process of its own; its other output goes to stderr.
-
-    Args:
-        job: What ``benchlib.child`` is told at the start.
-
-    Raises:
-        BenchError: From every method, if the engine failed.
-    """
-
-    def __init__(self, job: dict[str, Any]) -> None:
-        self.arm = job["arm"]
-        with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
-            json.dump(job, file)
-        self.file = Path(file.name)
-        paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchlib.child", file.name],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def wait(self) -> list[dict[str, Any]]:
-        """Results up to the end of the start or of what was asked."""
-        found = []
-        for line in self.process.stdout:
-            if line.startswith("RESULT "):
-                found.append(json.loads(line[7:]))
-            elif line == "DONE\n":
-                return found
-        raise BenchError(f"the engine of arm {self.arm!r} failed; see above")
-
-    def ask(self, **changes: Any) -> list[dict[str, Any]]:
-        """Results of one measurement, with ``changes`` to the job."""
-        try:
-            self.process.stdin.write(json.dumps(changes) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # wait() says so
-        return self.wait()
-
-    def end(self) -> None:
-        """Let it stop, without waiting for that."""
-        self.file.unlink(missing_ok=True)
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-
-    def close(self) -> None:
-        self.end()
-        try:
-            self.process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-def run_child(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Results of an engine that measures once."""
-    child = Child(job)
-    try:
-        child.wait()
-        return child.ask()
-    finally:
-        child.close()
 
 
 def run_together(jobs: list[dict[str, Any]], rounds: int, keep) -> None:
@@ -367,6 +295,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main() -> int:
     args = parse()
+    exit_on_sigterm()
     try:
         run(args)
     except BenchError as error:

@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 
 import bench
+from benchlib.process import BenchError, exit_on_sigterm, run_child
 from benchlib.shapes import HYBRIDS, SHAPES
 
 
@@ -44,6 +45,7 @@ def parse() -> argparse.Namespace:
         attention=None,
         capture_tokens=None,
         together=None,
+        tensor_parallel_size=1,
     )
     return parser.parse_args()
 
@@ -60,6 +62,7 @@ def report(result: dict) -> None:
 
 def main() -> int:
     args = parse()
+    exit_on_sigterm()
     args.out.unlink(missing_ok=True)
     job = {
         "mode": "profile",
@@ -74,10 +77,10 @@ def main() -> int:
                 if name.split()[0] not in args.arms.split(","):
                     continue
                 engine = {**bench.base_engine(args, args.batches), **arm}
-                for result in bench.run_child({**job, "arm": name, "engine": engine}):
+                for result in run_child({**job, "arm": name, "engine": engine}):
                     results.append({"arm": name, **result})
                     report(results[-1])
-    except bench.BenchError as error:
+    except BenchError as error:
         print(f"profile_step.py: {error}", file=sys.stderr)
         return 2
     arguments = {key: str(value) for key, value in vars(args).items()}

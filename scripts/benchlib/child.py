@@ -4,7 +4,8 @@
 
 Reads a line of JSON with changes to the job for every measurement, and prints lines
 ``RESULT {...}``, then ``DONE``; before the first it prints ``DONE`` when the engine is
-ready. Times are wall-clock seconds of whole ``generate`` calls.
+ready. An engine that fails says ``FAILED "reason"`` instead. Times are wall-clock
+seconds of whole ``generate`` calls.
 """
 
 from __future__ import annotations
@@ -13,28 +14,47 @@ import json
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
+from benchlib.channel import emit, open_channel, say
+from benchlib.tp_child import run_decode, run_hang, run_ranks
+
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for worker_kinds
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for worker_facts
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# Not every machine lends NVLink multicast to a container; NCCL does without.
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 
-def emit(**result: Any) -> None:
-    print("RESULT " + json.dumps(result), flush=True)
-
-
-def worker_kinds(worker: Any) -> tuple[str, str, bool]:
-    """Names of a worker's runner and speculator, and whether there is a GPU."""
+def worker_facts(worker: Any) -> dict[str, Any]:
+    """What a rank runs: runner, speculator, graphs, blocks of the KV cache."""
     import torch
 
-    runner = getattr(worker, "worker", worker).model_runner
+    worker = getattr(worker, "worker", worker)
+    runner, config = worker.model_runner, worker.vllm_config
     kinds = [f"{base.__module__}.{base.__name__}" for base in type(runner).__mro__]
     v2 = "vllm.v1.worker.gpu.model_runner.GPUModelRunner" in kinds
-    speculator = type(getattr(runner, "speculator", None)).__name__
-    return "V2" if v2 else "V1", speculator, torch.cuda.is_available()
+    manager = getattr(runner, "cudagraph_manager", None)
+    asked = config.compilation_config.cudagraph_mode
+    specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
+    return {
+        "rank": worker.rank,
+        "runner": "V2" if v2 else "V1",
+        "speculator": type(getattr(runner, "speculator", None)).__name__,
+        "gpu": torch.cuda.is_available(),
+        "graphs": getattr(manager, "cudagraph_mode", asked).name,
+        "captured": len(getattr(manager, "graphs", ())),
+        "async": bool(config.scheduler_config.async_scheduling),
+        "nvls": os.environ.get("NCCL_NVLS_ENABLE"),
+        # Of one request as long as it may get, for pools that are too small.
+        "request_blocks": sum(
+            -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes)
+            for spec in specs
+        ),
+    }
 
 
 class Engine:
@@ -54,9 +74,11 @@ class Engine:
 
         self.llm = LLM(**job["engine"])
         spec = job["engine"].get("speculative_config") or {}
-        for runner, speculator, gpu in self.llm.collective_rpc(worker_kinds):
+        self.facts = self.llm.collective_rpc(worker_facts)
+        for rank in self.facts:
+            runner, speculator = rank["runner"], rank["speculator"]
             tree = runner == "V2" and speculator == "DDTreeSpeculator"
-            if spec.get("method") == "ddtree" and gpu and not tree:
+            if spec.get("method") == "ddtree" and rank["gpu"] and not tree:
                 raise SystemExit(f"the tree runs on {runner}, {speculator}")
             self.runner = runner
 
@@ -189,17 +211,32 @@ MODES = {
     "speed": run_speed,
     "exact": run_exact,
     "profile": run_profile,
+    "ranks": run_ranks,
+    "decode": run_decode,
+    "hang": run_hang,
 }
 
 
 def main() -> None:
+    open_channel()
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    engine = Engine(job)
-    print("DONE", flush=True)
-    for line in sys.stdin:
-        turn = {**job, **json.loads(line)}
-        MODES[turn["mode"]](engine, turn)
-        print("DONE", flush=True)
+    try:
+        engine = Engine(job)
+        emit(facts=engine.facts)
+        say("DONE")
+        for line in sys.stdin:
+            turn = {**job, **json.loads(line)}
+            MODES[turn["mode"]](engine, turn)
+            say("DONE")
+    except BaseException as error:
+        traceback.print_exc()
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        say("FAILED", reason)
+        # Its workers gone, an engine can wait for ever for its sockets to close.
+        os._exit(1)
+    if job["engine"].get("tensor_parallel_size", 1) > 1:
+        sys.stderr.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

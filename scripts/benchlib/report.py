@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the DDTree for vLLM project
-"""Tables of bench.py: they print a line for each row and return the rows."""
+"""Tables of bench.py, which print a line for each row and return the rows.
+
+And those of check_tp.py, in Markdown.
+"""
 
 from __future__ import annotations
 
 import argparse
 import statistics
 from pathlib import Path
+from typing import Any
 
 
 def spread(samples: list[float]) -> str:
@@ -128,3 +132,49 @@ def plot(table: list[dict], path: Path) -> None:
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+
+
+def tp_markdown(document: dict[str, Any]) -> str:
+    """Tables of what check_tp.py found."""
+    size = document["tensor_parallel_size"]
+
+    def same(row: dict, key: str) -> str:
+        found = row.get(key)
+        return f"{found['same']}/{found['requests']}" if found else "not run"
+
+    def table(*rows: list) -> list[str]:
+        head, *rest = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+        return ["", head, "|---" * len(rows[0]) + "|", *rest]
+
+    lines = [f"Tensor parallel {size}, {document['device']}."]
+    if document["exact"]:
+        head = ["pair", "batch", "steps compared", "as TP 1", "as plain", "right"]
+        rows = [
+            [r["pair"], r["batch"], r["steps_compared"], same(r, "tree_at_1")]
+            + [same(r, "plain"), "yes" if r["ok"] else "no"]
+            for r in document["exact"]
+        ]
+        lines += table(head, *rows)
+    if document["hang"]:
+        head = ["pair", "case", "seconds", "preemptions", "aborted", "as plain"]
+        rows = [
+            [r["pair"], r["case"], r.get("seconds", "no end")]
+            + [r.get("preemptions", ""), r.get("aborted", "")]
+            + [f"{r['same']}/{r['requests']}" if "same" in r else "", r["ok"]]
+            for r in document["hang"]
+        ]
+        rows = [[*row[:-1], "yes" if row[-1] else "no"] for row in rows]
+        lines += table([*head, "right"], *rows)
+    if document["step"]:
+        head = ["TP", "rows", "batch", "chain, ms a step", "tree, ms a step"]
+        rows = [
+            [r["tp"], r["rows"], r["batch"]]
+            + [spread(r[kind]) if r[kind] else "failed" for kind in ("chain", "tree")]
+            + [r.get("ratio", "")]
+            for r in document["step"]
+        ]
+        lines += table([*head, "tree over chain"], *rows)
+    for kind in ("failures", "errors"):
+        lines += ["", f"{kind.capitalize()}:", ""] if document[kind] else []
+        lines += [f"- {line}" for line in document[kind]]
+    return "\n".join(lines) + "\n"
