@@ -20,13 +20,10 @@ import triton_interpreter
 triton_interpreter.force()
 
 import ddtree_cpu as cpu  # noqa: E402
+from benchlib.child import worker_facts  # noqa: E402
 from vllm.v1.sample.ops import topk_topp_sampler  # noqa: E402
 
 topk_topp_sampler.HAS_TRITON = False
-
-
-def runner_kind(worker) -> str:
-    return type(worker.model_runner.speculator).__name__
 
 
 def spoil(worker) -> None:
@@ -50,7 +47,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     found = {}
     with cpu.engine(job["speculative"], **job["engine"]) as llm:
-        found["speculators"] = llm.collective_rpc(runner_kind)
+        found["facts"] = llm.collective_rpc(worker_facts)
         run = cpu.decode(llm, job["prompts"], **job["params"])
         found |= {"tokens": run.tokens, "steps": run.steps}
         found["compared"] = llm.collective_rpc(steps_compared)
