@@ -30,7 +30,7 @@ from typing import Any
 
 from benchlib.process import BenchError, Child, exit_on_sigterm, run_child
 from benchlib.report import plot, report_exact, report_speed, report_step
-from benchlib.shapes import HYBRID_ENGINE, HYBRIDS, SHAPES, write_shape
+from benchlib.shapes import HYBRID_ENGINE, HYBRIDS, SHAPES, is_hybrid, write_shape
 
 GRAPHS = {
     "full": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
@@ -199,7 +199,6 @@ def pair_arms(args: argparse.Namespace) -> dict[str, dict]:
         )
     target, drafter = str(args.pair / "target"), str(args.pair / "drafter")
     arms: dict[str, dict] = {"plain": {"model": target}}
-    config = json.loads((args.pair / "target" / "config.json").read_text())
     for length in args.chains:
         arms[f"chain {length}"] = {
             "model": target,
@@ -219,7 +218,7 @@ def pair_arms(args: argparse.Namespace) -> dict[str, dict]:
                 "tree_policy": args.policy,
             },
         }
-    if "linear_attention" in config.get("text_config", config).get("layer_types", []):
+    if is_hybrid(args.pair / "target"):
         arms = {name: {**arm, **HYBRID_ENGINE} for name, arm in arms.items()}
     return arms
 
@@ -241,6 +240,10 @@ def save(args: argparse.Namespace, table: list[dict], results: list[dict]) -> Pa
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.tensor_parallel_size < 1:
+        raise BenchError(
+            f"--tensor-parallel-size {args.tensor_parallel_size}: give 1 or more"
+        )
     args.out.unlink(missing_ok=True)
     job: dict[str, Any] = {
         "mode": args.mode,

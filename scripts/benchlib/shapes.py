@@ -170,3 +170,10 @@ def write_shape(name: str, folder: Path, block_size: int) -> tuple[Path, Path]:
         text = json.dumps(config, indent=1) + "\n"
         (path / "config.json").write_text(text, encoding="utf-8")
     return out
+
+
+def is_hybrid(target: Path) -> bool:
+    """Whether a model folder's config.json names gated delta layers."""
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    text = config.get("text_config", config)
+    return "linear_attention" in text.get("layer_types", [])

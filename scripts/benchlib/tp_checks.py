@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchlib.process import BenchError, Child, Hang
-from benchlib.shapes import HYBRID_ENGINE
+from benchlib.shapes import HYBRID_ENGINE, is_hybrid
 from benchlib.tp_child import CASES
 from benchlib.tp_compare import (
     TIES,
@@ -179,12 +179,6 @@ class Plain:
         return row, text_failures(name, found, self.tie)
 
 
-def is_hybrid(folder: Path) -> bool:
-    config = json.loads((folder / "target" / "config.json").read_text("utf-8"))
-    text = config.get("text_config", config)
-    return "linear_attention" in text.get("layer_types", [])
-
-
 class PairCheck:
     """Checks ``exact`` and ``hang`` of one pair.
 
@@ -203,7 +197,7 @@ class PairCheck:
         self.pair = pair
         self.max_model_len = max_model_len
         self.base = {**base, "model": str(pair / "target")}
-        self.base |= HYBRID_ENGINE if is_hybrid(pair) else {"block_size": 16}
+        self.base |= HYBRID_ENGINE if is_hybrid(pair / "target") else {"block_size": 16}
         rows = (pair / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
         # Every seventh at first, so that a short run sees all sets.
         order = [row for i in range(7) for row in rows[i::7]]
